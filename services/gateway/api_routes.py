@@ -16,6 +16,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.batch_service import BatchesOff, BatchService
 from services.gateway.batches.routes.admin_routes import admin_batch_handlers
+from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.http.error_response import JSON_TYPE, error_response
 from services.gateway.http.request_body import RequestBody
 from services.gateway.openai.openapi import docs_page, openapi_document
@@ -26,7 +27,7 @@ from services.gateway.openai.validate import check_model_name
 from services.gateway.ops.admin import AdminRoutes
 from services.gateway.ops.status_body import StatusBody, accepted_age_s
 from services.gateway.page.web_page import WebPage, render_page
-from services.gateway.service import GatewayService
+from services.gateway.service import GENERATION_ROUTES, GatewayService
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -77,31 +78,42 @@ class ApiRoutes:
         document = openapi_document(version)
         self._document, self._docs = msgspec.json.encode(document), docs_page(document)
 
-    async def create_chat_completion(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`. Raises RequestError if the request is refused."""
-        with self.service.outcomes.count_refusals():
-            self.service.check_admission(request.state.tenant)
-            async with self._body(request) as body:
-                return await self.service.create_chat_completion(body, _caller_of(request))
+    async def create_generation(self, request: Request) -> Response:
+        """`POST` to one of `GENERATION_ROUTES`; the generation starts when the response is sent.
 
-    async def create_completion(self, request: Request) -> Response:
-        """`POST /v1/completions`. Raises RequestError if the request is refused."""
-        with self.service.outcomes.count_refusals():
-            self.service.check_admission(request.state.tenant)
+        Raises RequestError if the request is refused.
+        """
+        service = self.service
+        with service.outcomes.count_refusals():
+            service.check_admission(request.state.tenant)
             async with self._body(request) as body:
-                return await self.service.create_completion(body, _caller_of(request))
+                caller = _caller_of(request)
+                generation, output_format = await service.create_generation(
+                    request.scope["path"], body, caller
+                )
+        return GenerationResponse(
+            generation,
+            output_format,
+            service.open,
+            stall_s=service.timeouts.stall_s,
+            ping_s=service.timeouts.ping_s,
+            timings=caller.timings,
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`. Raises RequestError if the request is refused."""
-        self.service.check_admission(request.state.tenant)
-        async with self._body(request) as body:
-            return await self.service.tokenize(body, _caller_of(request))
+        return await self._make_reply("tokenize", request)
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`. Raises RequestError if the request is refused."""
+        return await self._make_reply("detokenize", request)
+
+    async def _make_reply(self, route: str, request: Request) -> Response:
+        """The response to a request that a preparer answers. Raises RequestError if the request is refused."""
         self.service.check_admission(request.state.tenant)
         async with self._body(request) as body:
-            return await self.service.detokenize(body, _caller_of(request))
+            reply = await self.service.make_reply(route, body, _caller_of(request))
+        return Response(reply, media_type=JSON_TYPE)
 
     async def create_batch(self, request: Request) -> Response:
         """`POST /v1/batches`. Raises RequestError if the batch is refused."""
@@ -199,8 +211,7 @@ class ApiRoutes:
             "/docs": self.show_docs,
         }
         posts: dict[str, Endpoint] = {
-            "/v1/chat/completions": self.create_chat_completion,
-            "/v1/completions": self.create_completion,
+            **dict.fromkeys(GENERATION_ROUTES, self.create_generation),
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }

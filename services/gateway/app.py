@@ -40,9 +40,8 @@ from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.http.request_pacing import RequestPacingMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
 from services.gateway.page.web_page import render_page
+from services.gateway.service import GENERATION_ROUTES
 from services.gateway.tracing.tracer import RequestTracer
-
-TRACED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 def build_app(
@@ -99,7 +98,7 @@ def build_app(
         ],
     )
     if tracer is not None:
-        layered = TraceMiddleware(layered, tracer, TRACED_PATHS)
+        layered = TraceMiddleware(layered, tracer, GENERATION_ROUTES.keys())
     paths = frozenset(route.path for route in routes)
     layered = RequestPacingMiddleware(layered)
     enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)

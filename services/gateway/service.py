@@ -1,4 +1,4 @@
-"""Does the work behind the generation and tokenization routes: prepare a body, start its generation, make the response.
+"""Does the work behind the generation and tokenization routes: prepare a body, and make the generation of its answer.
 
 The service owns the open generations, so that a shutdown can end them.
 """
@@ -6,12 +6,11 @@ The service owns the open generations, so that a shutdown can end them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 from msgspec import structs
-from starlette.responses import Response
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
@@ -25,8 +24,8 @@ from services.gateway.generation.completion_format import CompletionFormat
 from services.gateway.generation.formats import OutputFormat, ResponseHead
 from services.gateway.generation.generation import Generation, GenerationBackend
 from services.gateway.generation.logprob_json import LogprobJson
-from services.gateway.generation.streaming import PING_INTERVAL_S, GenerationResponse
-from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
+from services.gateway.generation.streaming import PING_INTERVAL_S
+from services.gateway.http.error_response import SHUTTING_DOWN
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
@@ -41,6 +40,12 @@ from services.gateway.preparation.preparation_job import (
     PreparedRequest,
 )
 from services.gateway.preparation.preparer_pool import PreparerPool
+
+# By path, which lines of batches name too: the name of the route for preparers, the prefix of ids, and the format.
+GENERATION_ROUTES: Mapping[str, tuple[str, str, type[ChatFormat | CompletionFormat]]] = {
+    "/v1/chat/completions": ("chat", "chatcmpl", ChatFormat),
+    "/v1/completions": ("completion", "cmpl", CompletionFormat),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class GatewayService:
     `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
     `kv_classes` returns the KV classes that the workers have.
     `only_batches`: the workers do bulk work only, so that requests over HTTP are refused.
-    `open` holds the generations whose response is being written. `errors` are the latest error responses. `outcomes`
+    `open` holds the generations whose answer is being written. `errors` are the latest error responses. `outcomes`
     are told how every sequence ends.
     """
 
@@ -93,31 +98,41 @@ class GatewayService:
         if (refusal := self.backend.find_refusal(1, tenant)) is not None:
             raise RequestError(refusal)
 
-    async def create_chat_completion(self, body: bytes, caller: Caller) -> Response:
-        """The response to `POST /v1/chat/completions`; the generation starts when the response is sent.
+    async def create_generation(
+        self, path: str, body: bytes, caller: Caller
+    ) -> tuple[Generation, OutputFormat]:
+        """What answers a body that was sent to `path`: a generation that has not begun, and the format of its answer.
 
         Raises RequestError if the request is refused.
         """
-        ask = await self._resolve_request("chat", body, caller)
-        head = self._response_head("chatcmpl", ask, caller)
-        return self._generation_response(head, ask, ChatFormat(head, ask, self._names), caller)
+        route, prefix, make_format = GENERATION_ROUTES[path]
+        resolved = await self._resolve_request(route, body, caller)
+        if self.draining:
+            raise RequestError(SHUTTING_DOWN)
+        # The id contains the HTTP request's id, so that logs can be searched for it.
+        name, keep = answer_id(prefix, caller.request_id), resolved.keep.threshold
+        head = ResponseHead(name, int(time.time()), resolved.model, self.fingerprint(), keep=keep)
+        longest_s = self.timeouts.request_s
+        generation = Generation(
+            name,
+            resolved,
+            self.rules.tokenizer,
+            self.backend,
+            self.metrics,
+            self.rules.limits.max_stream_bytes,
+            self._answers,
+            self.outcomes,
+            arrived_s=caller.arrived_s,
+            deadline_s=caller.arrived_s + min(longest_s, caller.timeout_s or longest_s),
+            own_deadline=caller.timeout_s is not None and caller.timeout_s < longest_s,
+        )
+        return generation, make_format(head, resolved, self._names)
 
-    async def create_completion(self, body: bytes, caller: Caller) -> Response:
-        """The response to `POST /v1/completions`; the generation starts when the response is sent.
-
-        Raises RequestError if the request is refused.
-        """
-        ask = await self._resolve_request("completion", body, caller)
-        head = self._response_head("cmpl", ask, caller)
-        return self._generation_response(head, ask, CompletionFormat(head, ask, self._names), caller)
-
-    async def tokenize(self, body: bytes, caller: Caller) -> Response:
-        """The response to `POST /tokenize`. Raises RequestError if the request is refused."""
-        return await self._prepared_response("tokenize", body, caller)
-
-    async def detokenize(self, body: bytes, caller: Caller) -> Response:
-        """The response to `POST /detokenize`. Raises RequestError if the request is refused."""
-        return await self._prepared_response("detokenize", body, caller)
+    async def make_reply(self, route: str, body: bytes, caller: Caller) -> bytes:
+        """The JSON that a preparer process makes of a body. Raises RequestError if the request is refused."""
+        prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
+        assert isinstance(prepared, PreparedReply)
+        return prepared.body
 
     async def check_batch(self, body: bytes, caller: Caller) -> BatchRequest:
         """What the body of a new batch asks for. It waits for a preparer like other bodies, but asks for no admission
@@ -127,9 +142,7 @@ class GatewayService:
         """
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
-        checked = await self.preparers.prepare_body(PreparationJob(BATCH_ROUTE, body, caller))
-        assert isinstance(checked, PreparedReply)
-        return msgspec.json.decode(checked.body, type=BatchRequest)
+        return msgspec.json.decode(await self.make_reply(BATCH_ROUTE, body, caller), type=BatchRequest)
 
     def end_generations(self) -> None:
         """End all open generations with an error that their clients see."""
@@ -161,47 +174,3 @@ class GatewayService:
     def context_tokens(self) -> int:
         """The most tokens of prompt and answer together that can be served now."""
         return min(self.rules.context_tokens, self.longest() or self.rules.context_tokens)
-
-    async def _prepared_response(self, route: str, body: bytes, caller: Caller) -> Response:
-        """A response that a preparer process makes completely (`/tokenize`, `/detokenize`)."""
-        prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
-        assert isinstance(prepared, PreparedReply)
-        return Response(prepared.body, media_type=JSON_TYPE)
-
-    def _response_head(self, prefix: str, resolved: ResolvedRequest, caller: Caller) -> ResponseHead:
-        """The head of an answer. Its id contains the HTTP request's id, so that logs can be searched for it."""
-        name = answer_id(prefix, caller.request_id)
-        fingerprint = self.fingerprint()
-        return ResponseHead(name, int(time.time()), resolved.model, fingerprint, keep=resolved.keep.threshold)
-
-    def _generation_response(
-        self, head: ResponseHead, resolved: ResolvedRequest, output_format: OutputFormat, caller: Caller
-    ) -> Response:
-        """The response that runs and writes the generation. Raises RequestError if the server is shutting down."""
-        if self.draining:
-            raise RequestError(SHUTTING_DOWN)
-        timeouts = self.timeouts
-        own_deadline = caller.timeout_s is not None and caller.timeout_s < timeouts.request_s
-        allowed_s = min(timeouts.request_s, caller.timeout_s or timeouts.request_s)
-        max_bytes = self.rules.limits.max_stream_bytes
-        generation = Generation(
-            head.id,
-            resolved,
-            self.rules.tokenizer,
-            self.backend,
-            self.metrics,
-            max_bytes,
-            self._answers,
-            self.outcomes,
-        )
-        return GenerationResponse(
-            generation,
-            output_format,
-            self.open,
-            arrived_s=caller.arrived_s,
-            deadline_s=caller.arrived_s + allowed_s,
-            stall_s=timeouts.stall_s,
-            ping_s=timeouts.ping_s,
-            timings=caller.timings,
-            own_deadline=own_deadline,
-        )

@@ -22,7 +22,7 @@ import msgspec
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.batches.database_thread import StorageError
-from services.gateway.batches.line_runner import LineAnswer, LineRunner
+from services.gateway.batches.line_runner import LineAnswer, LineRunner, refuse_line
 from services.gateway.batches.open_batch import OpenBatch, OpenBatches
 from services.gateway.batches.records import BatchRecord, InputLine, LineEnd, new_line_id, result_text
 from services.gateway.batches.storage.running_lines import RunningLines
@@ -189,16 +189,16 @@ class LineAttempts:
         if self.running.count_crashes(record.id, line.number) >= MAX_LINE_CRASHES:
             problem = f"the server was killed {MAX_LINE_CRASHES} times while it ran this line"
             (name,) = await self._read_ids(record.input_file, [line])
-            return name or "", _refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
+            return name or "", refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
         try:
             custom_id, body = await self._read_line(record.input_file, line)
         except (OSError, msgspec.DecodeError, RecursionError, FileJobFailed) as error:
             log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
             problem = "the server cannot read this line any more"
-            return "", _refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
+            return "", refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
         refusal = self._store.line_refusal(record.tenant)
         if refusal is not None:
-            return custom_id, _refuse_line(refusal)
+            return custom_id, refuse_line(refusal)
         timeout_s = max(0.0, record.expires_at - self._wall_time()) + DEADLINE_SLACK_S
         answer = await self._runner.run_line(
             record.endpoint,
@@ -286,11 +286,6 @@ class LineAttempts:
         self.tokens["prompt"] += answer.prompt_tokens
         self.tokens["completion"] += answer.new_tokens
         self._batches.count_tokens(batch, answer.prompt_tokens + answer.new_tokens)
-
-
-def _refuse_line(failure: RequestFailure) -> LineAnswer:
-    """The answer to a line that is not run."""
-    return LineAnswer(failure.status, "", msgspec.json.encode(failure.error_body()), failure)
 
 
 def _read_span(path: Path, offset: int, num_bytes: int) -> bytes:

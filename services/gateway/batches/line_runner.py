@@ -1,4 +1,4 @@
-"""Runs one line of a batch by what runs the same request over HTTP, and returns the answer instead of sending it."""
+"""Runs one line of a batch by what runs the same request over HTTP, and spools the answer instead of sending it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Message, Scope
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
@@ -20,11 +17,10 @@ from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import new_request_id
 from services.gateway.batches.records import new_line_id, result_text, spooled_result
 from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledResult
-from services.gateway.generation.generation import Generation
-from services.gateway.generation.streaming import GenerationResponse
-from services.gateway.http.error_response import error_response, internal_failure
+from services.gateway.generation.whole_answer import complete_answer, write_parts
+from services.gateway.http.connection import ClientStalled
+from services.gateway.http.error_response import internal_failure, log_failure
 from services.gateway.http.request_body import body_too_large_failure
-from services.gateway.http.request_scope import failure_of, request_ids_of
 from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.openai.tenancy import Caller
 from services.gateway.service import GatewayService
@@ -65,6 +61,11 @@ class LineAnswer:
         return result_text(LineResult(new_line_id(), custom_id, response))
 
 
+def refuse_line(failure: RequestFailure, request_id: str = "") -> LineAnswer:
+    """The answer to a line that fails, or is not run."""
+    return LineAnswer(failure.status, request_id, msgspec.json.encode(failure.error_body()), failure)
+
+
 class LineRunner:
     """Runs lines through `service`, which counts them apart from HTTP requests.
 
@@ -89,64 +90,37 @@ class LineRunner:
 
         If the task is cancelled, the line is aborted on its worker.
         """
-        request_id = new_request_id()
         name = f"{batch}:{quote(custom_id, safe='')}"[:MAX_NAME_CHARS]
-        state: dict[str, Any] = {"request_id": request_id, "client_id": name, "route": endpoint}
-        scope: Scope = {"type": "http", "method": "POST", "path": endpoint, "headers": [], "state": state}
-        caller = Caller(time.monotonic(), tenant, timeout_s, urgent, request_id, client_id=name, bulk=True)
-        return await self._answer_body(scope, endpoint, body, caller)
-
-    async def _answer_body(self, scope: Scope, endpoint: str, body: bytes, caller: Caller) -> LineAnswer:
-        spool, status, complete = AnswerSpool(self._folder), 500, False
-        generation: Generation | None = None
-
-        async def never_leave() -> Message:
-            """There is no client that could leave."""
-            await asyncio.Event().wait()
-            raise AssertionError("unreachable")
-
-        async def take_message(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                await spool.write(message.get("body", b""))
-                complete = not message.get("more_body", False)
-
-        try:
-            response = await self._make_response(endpoint, body, caller)
-            if isinstance(response, GenerationResponse):
-                generation = response.generation
-            await response(scope, never_leave, take_message)
-        except Exception:
-            log.exception("the gateway failed on this line", extra=about_request(request_ids_of(scope)))
-            spool, status, generation = AnswerSpool(self._folder), 500, None
-            await error_response(internal_failure(caller.request_id))(scope, never_leave, take_message)
-        if not complete:
-            # The disk did not take the answer in time, and its memory was needed for the answers of other lines.
-            spool, generation = AnswerSpool(self._folder), None
-            problem = "the answer could not be written in time"
-            failure = RequestFailure(FailureReason.OVERLOADED, problem)
-            await error_response(failure)(scope, never_leave, take_message)
-        if status != 200 or generation is None:
-            return LineAnswer(status, caller.request_id, spool, failure_of(scope))
-        used = generation.usage
-        cached = used.prompt_tokens_details.cached_tokens
-        tokens = used.prompt_tokens, cached, used.completion_tokens
-        return LineAnswer(status, caller.request_id, spool, failure_of(scope), *tokens)
-
-    async def _make_response(self, endpoint: str, body: bytes, caller: Caller) -> Response:
-        """The response of the HTTP route, or its refusal."""
-        max_bytes = self._service.rules.limits.max_body_bytes
-        if len(body) > max_bytes:
-            return error_response(body_too_large_failure(max_bytes))
-        create = (
-            self._service.create_chat_completion
-            if endpoint == "/v1/chat/completions"
-            else self._service.create_completion
+        caller = Caller(
+            time.monotonic(), tenant, timeout_s, urgent, new_request_id(), client_id=name, bulk=True
         )
+        ids, spool = caller.request_ids, AnswerSpool(self._folder)
         try:
             async with self._preparing:
-                return await create(body, caller)
+                self._check_length(body)
+                generation, output_format = await self._service.create_generation(endpoint, body, caller)
+            ids = generation.ids
+            with generation.run_sequences(self._service.open):
+                await complete_answer(generation, output_format)
+                await write_parts(generation, output_format, lambda part, _: spool.write(part))
         except RequestError as error:
-            return error_response(error.failure)
+            failure = error.failure
+        except ClientStalled:
+            # The disk did not take the answer in time, and its memory was needed for the answers of other lines.
+            failure = RequestFailure(FailureReason.OVERLOADED, "the answer could not be written in time")
+        except Exception:
+            log.exception("the gateway failed on this line", extra=about_request(ids))
+            failure = internal_failure(caller.request_id)
+        else:
+            used = generation.usage
+            cached = used.prompt_tokens_details.cached_tokens
+            tokens = used.prompt_tokens, cached, used.completion_tokens
+            return LineAnswer(200, caller.request_id, spool, None, *tokens)
+        log_failure(ids, failure)
+        return refuse_line(failure, caller.request_id)
+
+    def _check_length(self, body: bytes) -> None:
+        """Raise RequestError if a body is longer than it may be over HTTP."""
+        max_bytes = self._service.rules.limits.max_body_bytes
+        if len(body) > max_bytes:
+            raise RequestError(body_too_large_failure(max_bytes))

@@ -13,9 +13,10 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from diptych.chunks import RAW_CLASS
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.schemas.response_schema import DetailsField, Usage
+from services.gateway.openai.schemas.response_schema import DetailsField, KvDetails, Usage
 
 UsageField = Usage | None | UnsetType
 
@@ -33,7 +34,7 @@ KV_CLASS_HEADER = "x-diptych-kv-class"
 class ResponseHead:
     """The fields that the whole body, or every chunk, of one response repeats. `created` is in Unix seconds.
 
-    `kv_class` is set when the first token is there: the class that KV is coded in, or "" for KV without a codec.
+    `kv_class` is named when the first token is there: the class that KV is coded in, or "" for KV without a codec.
     `keep` is the threshold of a request that evicts, else 1.
     """
 
@@ -53,6 +54,10 @@ class ResponseHead:
             return None
         keep = f"keep{self.keep!r}" if self.keep < 1 else ""
         return ".".join(part for part in (self.model_fingerprint, self.kv_class, keep) if part)
+
+    def name_kv_class(self, kv: KvDetails | None) -> None:
+        """Name the KV class in the head of all bodies. `kv` is what the answer tells of its KV, if anything."""
+        self.kv_class = "" if kv is None or kv.kv_class == RAW_CLASS else kv.kv_class
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -1,6 +1,6 @@
 """Holds all answers of one HTTP request, between the backend that makes tokens and the task that writes the response.
 
-    backend ── SequenceSink ─▶ SequenceStream ─▶ OutputText ── pieces ─▶ GenerationResponse (streaming.py)
+    backend ── SequenceSink ─▶ SequenceStream ─▶ OutputText ── pieces ─▶ streaming.py, whole_answer.py
                                      └─▶ SequenceRecord ─▶ RequestOutcomes, GatewayMetrics
 
 A client that reads a stream too slowly is disconnected once more than `max_bytes` of its answers wait to be written.
@@ -9,30 +9,43 @@ A client that reads a stream too slowly is disconnected once more than `max_byte
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
+from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import Output
 from diptych.request import Request, SamplingParams
 from router.effects import StageDurations, TelemetryEffect
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.http.connection import ClientStalled
 from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.keep_options import describe_kv
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.schemas.response_schema import KvDetails, PromptDetails, Usage
-from services.gateway.outcomes import Ending, KvClassRecord, RequestOutcomes, SequenceRecord
+from services.gateway.outcomes import (
+    GATEWAY_FAILED,
+    GATEWAY_STOPPED,
+    Ending,
+    KvClassRecord,
+    RequestOutcomes,
+    SequenceRecord,
+)
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most log-probabilities that are packed at once, before other tasks may run.
 MAX_PACKED_TOKENS = 512
+
+log = logging.getLogger(__name__)
 
 
 class SequenceSink(Protocol):
@@ -73,7 +86,8 @@ class GenerationBackend(Protocol):
 class Generation:
     """The sequences of one HTTP request. They are submitted together, and each of them ends once for `outcomes`.
 
-    If one sequence fails or the client leaves, all of them are cancelled.
+    If one sequence fails or the client leaves, all of them are cancelled. The request came at `arrived_s` and must have
+    ended at `deadline_s` (monotonic seconds); `own_deadline` says that the client set the latter.
     """
 
     def __init__(
@@ -86,8 +100,15 @@ class Generation:
         max_bytes: int,
         memory: AnswerMemory,
         outcomes: RequestOutcomes | None = None,
+        *,
+        arrived_s: float,
+        deadline_s: float,
+        own_deadline: bool = False,
     ) -> None:
         self.name, self.resolved = name, resolved
+        # What log lines say about the request.
+        self.ids = ids_of_sequence(name, resolved.origin.client_id)
+        self.arrived_s, self.deadline_s, self.own_deadline = arrived_s, deadline_s, own_deadline
         self.outcomes = outcomes or RequestOutcomes()
         self._memory, self._held_bytes = memory, 0
         self.failure: RequestFailure | None = None
@@ -111,15 +132,38 @@ class Generation:
         """The answers of all sequences, in the order of choices."""
         return [stream.answer for stream in self.streams]
 
-    def submit_sequences(self, arrived_s: float, deadline_s: float, own_deadline: bool = False) -> None:
-        """Hand all sequences to the backend. `arrived_s` is when the HTTP request came; both times are monotonic.
+    @contextmanager
+    def run_sequences(self, running: set[Generation]) -> Iterator[None]:
+        """Hand all sequences to the backend, for a body that takes the answers. An exception of the body fails them.
 
-        `own_deadline` says that the client set the deadline, and not the service.
+        However the body ends, those that still run are cancelled then, and no memory is held any more. Meanwhile the
+        generation is in `running`.
         """
+        running.add(self)
+        self.metrics.open.set(len(running))
+        try:
+            self.submit_sequences()
+            yield
+        except ClientStalled:
+            self.metrics.cut.inc()
+            self.cancel_sequences(Ending.SLOW_READER)
+            raise
+        except BaseException as error:
+            # This includes the cancellation of a server that stops: what was written must not look complete.
+            stopped = isinstance(error, asyncio.CancelledError)
+            self.fail_request(GATEWAY_STOPPED if stopped else GATEWAY_FAILED)
+            raise
+        finally:
+            running.discard(self)
+            self.metrics.open.set(len(running))
+            self.cancel_sequences()
+            self.release_bytes()
+
+    def submit_sequences(self) -> None:
+        """Hand all sequences to the backend."""
+        log.info("generates %d sequences", len(self.streams), extra=about_request(self.ids))
         self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
-        self.backend.submit_requests(
-            [(stream.make_request(arrived_s, deadline_s, own_deadline), stream) for stream in self.streams]
-        )
+        self.backend.submit_requests([(stream.make_request(), stream) for stream in self.streams])
 
     def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
         """Cancel all sequences that still run, because no client reads them. Idempotent; the first `ending` counts."""
@@ -147,10 +191,14 @@ class Generation:
         Raises:
             RequestError: one of them failed.
         """
-        while not self.done and self.failure is None:
-            await self.wait_for_news(None)
+        is_done = False
+        while not is_done and self.failure is None:
+            # What comes while log-probabilities are packed is packed in the next round.
+            is_done = self.done
             for stream in self.streams:
                 await stream.pack_logprobs()
+            if not is_done:
+                await self.wait_for_news(None)
         if self.failure is not None:
             raise RequestError(self.failure)
 
@@ -170,12 +218,29 @@ class Generation:
         except RequestError as error:
             self.fail_request(error.failure)
 
-    def wait_for_reader(self, drop: Callable[[], None]) -> AbstractContextManager[None]:
-        """While the body runs, the answers wait only for their client, and may be dropped for those of others.
+    @contextmanager
+    def wait_for_reader(self) -> Iterator[None]:
+        """While the body runs, the answers wait only for their reader, and make room for those of others if need be.
 
-        `drop` disconnects the client. It must call `release_bytes`.
+        Raises:
+            ClientStalled: they have made room.
         """
-        return self._memory.wait_for_reader(self.resolved.origin.tenant, drop)
+        task, is_dropped = asyncio.current_task(), False
+        assert task is not None
+
+        def drop() -> None:
+            nonlocal is_dropped
+            is_dropped = task.cancel()
+            self.release_bytes()
+
+        try:
+            with self._memory.wait_for_reader(self.resolved.origin.tenant, drop):
+                yield
+        except asyncio.CancelledError:
+            # The task may have been cancelled from elsewhere, too.
+            if not is_dropped or task.uncancel():
+                raise
+            raise ClientStalled(", and the memory of its answer is needed for others") from None
 
     def release_bytes(self) -> None:
         """Stop counting the memory of all answers, which are no longer kept."""
@@ -276,23 +341,24 @@ class SequenceStream:
         self._held_bytes += more
         self._generation.hold_bytes(more)
 
-    def make_request(self, arrived_s: float, deadline_s: float, own_deadline: bool = False) -> Request:
-        """The request for the backend. Both times are in seconds on the monotonic clock."""
+    def make_request(self) -> Request:
+        """The request for the backend."""
+        generation, arrived_s = self._generation, self._generation.arrived_s
         self.record.arrived_s = arrived_s
-        self.record.client_deadline_s = deadline_s if own_deadline else None
+        self.record.client_deadline_s = generation.deadline_s if generation.own_deadline else None
         request = Request(
             self.request,
             self.answer.prompt.tokens,
             self.sampling,
-            deadline_s,
-            tenancy=self._generation.resolved.origin,
-            kv_class=self._generation.resolved.kv,
-            default_class=self._generation.resolved.default_kv,
-            keep=self._generation.resolved.keep,
+            generation.deadline_s,
+            tenancy=generation.resolved.origin,
+            kv_class=generation.resolved.kv,
+            default_class=generation.resolved.default_kv,
+            keep=generation.resolved.keep,
             chunks=self.answer.prompt.chunks,
         )
         request.entered_s[request.stage] = arrived_s
-        self._generation.outcomes.add_arrival(self.record)
+        generation.outcomes.add_arrival(self.record)
         self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
         self._open = self._is_pending = True
         return request

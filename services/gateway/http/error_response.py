@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
+from diptych.logs.request_ids import RequestIds
 from diptych.logs.shown_text import quote_text
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.http.request_scope import keep_failure, request_ids_of
@@ -29,8 +30,8 @@ client_log = logging.getLogger(f"{__name__}.client")
 client_log.addFilter(LogRateLimit(1.0, MAX_CLIENT_LINES_PER_S))
 
 
-def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> None:
-    """Log why a request fails, under its id, and keep it for `/status` and for its trace.
+def record_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> None:
+    """Log why an HTTP request fails, under its id, and keep it for `/status` and for its trace.
 
     `generation` is the name under which workers know the request.
     """
@@ -39,9 +40,14 @@ def log_failure(scope: Scope, failure: RequestFailure, generation: str = "") -> 
     errors: RecentErrors | None = state.get("recent_errors")
     if errors is not None:
         errors.add_error(time.monotonic(), failure, state["request_id"], state["route"], generation)
+    log_failure(request_ids_of(scope, generation), failure)
+
+
+def log_failure(ids: RequestIds, failure: RequestFailure) -> None:
+    """Log why the request with these ids fails."""
     logger = log if failure.status >= 500 else client_log
     what = f"{failure.message} (cause: {failure.cause})" if failure.cause else failure.message
-    about = about_request(request_ids_of(scope, generation), failure.code)
+    about = about_request(ids, failure.code)
     logger.warning("fails with %d %s: %s", failure.status, failure.code, what, extra=about)
 
 
@@ -54,7 +60,7 @@ class ErrorResponse(Response):
         self._failure, self._generation = failure, generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        log_failure(scope, self._failure, self._generation)
+        record_failure(scope, self._failure, self._generation)
         await super().__call__(scope, receive, send)
 
 

@@ -54,6 +54,7 @@ class Gateway:
         body = msgspec.json.encode({"model": "toy", "prompt": "x", "n": n, "max_tokens": 4})
         asked = parse_body(body, CompletionRequest, 16)
         ask = resolve_completion(asked, [make_prompt([1, 2, 3], "x")], None, self.rules, tenant)
+        now_s = self.backend.clock()
         generation = Generation(
             name,
             ask,
@@ -63,9 +64,11 @@ class Gateway:
             1 << 20,
             AnswerMemory(1 << 20),
             self.outcomes,
+            arrived_s=now_s,
+            deadline_s=now_s + timeout_s,
+            own_deadline=own_deadline,
         )
-        now_s = self.backend.clock()
-        generation.submit_sequences(now_s, now_s + timeout_s, own_deadline)
+        generation.submit_sequences()
         return generation
 
     @property
@@ -169,7 +172,9 @@ def test_an_end_that_comes_while_a_piece_is_written_loses_nothing(rules: Request
     body = msgspec.json.encode({"model": "toy", "prompt": "x", "max_tokens": 9, "stream": True})
     ask = resolve_completion(parse_body(body, CompletionRequest, 16), [make_prompt([1, 2], "x")], None, rules)
     backend, metrics, sent = Scripted(), GatewayMetrics(), list[bytes]()
-    generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20))
+    generation = Generation(
+        "r", ask, rules.tokenizer, backend, metrics, 1 << 20, AnswerMemory(1 << 20), arrived_s=0.0, deadline_s=60.0
+    )  # fmt: skip
 
     class Late(CompletionFormat):
         """When the first piece is written, the rest and the end are on their way."""
@@ -191,7 +196,7 @@ def test_an_end_that_comes_while_a_piece_is_written_loses_nothing(rules: Request
 
     async def story() -> None:
         view = Late(ResponseHead("r", 0, "toy", None), ask, LogprobJson(rules.tokenizer))
-        respond = GenerationResponse(generation, view, set(), arrived_s=0.0, deadline_s=60.0, stall_s=1.0)
+        respond = GenerationResponse(generation, view, set(), stall_s=1.0)
 
         async def send(message: Message) -> None:
             sent.append(message.get("body", b""))

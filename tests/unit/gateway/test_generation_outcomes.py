@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import pytest
 from starlette.types import Message
 
+from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Output
 from diptych.request import Request
 from diptych.slo import Slo
-from services.gateway.generation.answer_memory import AnswerMemory
+from services.gateway.generation.answer_memory import MIN_READ_S, AnswerMemory
 from services.gateway.generation.completion_format import CompletionFormat
 from services.gateway.generation.formats import ResponseHead
 from services.gateway.generation.generation import Generation, SequenceSink
@@ -70,23 +72,20 @@ class Exchange:
         fields = {"model": "toy", "prompt": "x", "n": SEQUENCES, "max_tokens": 9, "stream": stream}
         asked = parse_body(msgspec.json.encode(fields), CompletionRequest, 16)
         ask = resolve_completion(asked, [make_prompt([1, 2], "x")], None, rules)
-        self.backend, memory = Backend(), AnswerMemory(1 << 20)
+        self.backend, self.memory = Backend(), AnswerMemory(1 << 20, lambda: self.now_s)
         self.generation = Generation(
-            "r", ask, rules.tokenizer, self.backend, METRICS, max_bytes, memory, outcomes
-        )
+            "r", ask, rules.tokenizer, self.backend, METRICS, max_bytes, self.memory, outcomes, arrived_s=0.0,
+            deadline_s=600.0 if deadline_s is None else deadline_s, own_deadline=deadline_s is not None,
+        )  # fmt: skip
         self.view = CompletionFormat(ResponseHead("r", 0, "toy", None), ask, LogprobJson(rules.tokenizer))
-        self._own_deadline = deadline_s is not None
-        self._deadline_s = 600.0 if deadline_s is None else deadline_s
+        self.open: set[Generation] = set()
         self.gone, self.may_write = asyncio.Event(), asyncio.Event()
         self.may_write.set()
         self.write_error: Exception | None = None
         self.written: list[Message] = []
 
     async def respond(self) -> None:
-        response = GenerationResponse(
-            self.generation, self.view, set(), arrived_s=0.0, deadline_s=self._deadline_s, stall_s=1.0,
-            own_deadline=self._own_deadline,
-        )  # fmt: skip
+        response = GenerationResponse(self.generation, self.view, self.open, stall_s=1.0)
         await response({"type": "http"}, self._receive, self._send)
 
     async def _receive(self) -> Message:
@@ -154,6 +153,7 @@ def run_exchange(
             await asyncio.wait([responding])
         if not responding.cancelled():
             responding.exception()
+        assert not exchange.open and not exchange.memory.held_bytes
         return exchange
 
     before = counted_so_far()
@@ -259,6 +259,28 @@ def test_a_reader_that_stalls(rules: RequestRules, stream: bool) -> None:
         exchange.deliver()
         exchange.finish()
         await settle()
+
+    assert run_exchange(rules, story, stream) == all_of("not_counted", "slow_reader")
+
+
+@both_forms
+def test_an_answer_that_waits_for_its_reader_while_others_need_its_memory(
+    rules: RequestRules, stream: bool
+) -> None:
+    async def story(exchange: Exchange, responding: asyncio.Task[None]) -> None:
+        exchange.deliver(0.3)
+        await settle()
+        exchange.may_write.clear()
+        exchange.deliver(0.35)
+        exchange.finish()
+        await settle()
+        written, exchange.now_s = len(exchange.written), 0.4 + MIN_READ_S
+        with suppress(RequestError):
+            exchange.memory.hold_bytes("", 1 << 20)
+        await settle()
+        exchange.memory.hold_bytes("", -(1 << 20))
+        assert not exchange.open and len(exchange.written) == written
+        exchange.gone.set()
 
     assert run_exchange(rules, story, stream) == all_of("not_counted", "slow_reader")
 

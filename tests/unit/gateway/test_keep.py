@@ -213,12 +213,14 @@ def answer(
         running = asyncio.create_task(backend.run_tasks())
         await until(lambda: bool(backend.worker_pairs()))
         memory, outcomes = AnswerMemory(1 << 20), RequestOutcomes(None, [metrics])
-        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes)
+        now_s = backend.clock()
+        generation = Generation(
+            "r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes,
+            arrived_s=now_s, deadline_s=now_s + 60.0,
+        )  # fmt: skip
         head = ResponseHead("r", 0, "toy", "fp_0", keep=ask.keep.threshold)
-        view, now_s = CompletionFormat(head, ask, LogprobJson(rules.tokenizer)), backend.clock()
-        respond = GenerationResponse(
-            generation, view, set(), arrived_s=now_s, deadline_s=now_s + 60.0, stall_s=1.0
-        )
+        view = CompletionFormat(head, ask, LogprobJson(rules.tokenizer))
+        respond = GenerationResponse(generation, view, set(), stall_s=1.0)
 
         async def send(message: Message) -> None:
             sent.append(message)
@@ -290,8 +292,9 @@ def test_an_answer_that_ended_before_a_decision_tells_that_nothing_was_dropped(r
 def test_sequences_of_one_request_are_added_up(rules: RequestRules) -> None:
     ask = resolve(rules, 0.9, n=2, logprobs=0)
     generation = Generation(
-        "r", ask, rules.tokenizer, cast(Any, None), GatewayMetrics(), 1 << 20, AnswerMemory(1 << 20)
-    )
+        "r", ask, rules.tokenizer, cast(Any, None), GatewayMetrics(), 1 << 20, AnswerMemory(1 << 20),
+        arrived_s=0.0, deadline_s=60.0,
+    )  # fmt: skip
     assert [stream.kv for stream in generation.streams] == [None, None], "no attempt has begun"
     details = KvDetails(RAW, 64, 0, "asked")
     for stream, report in zip(generation.streams, (FIRST, SECOND), strict=True):

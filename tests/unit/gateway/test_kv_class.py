@@ -55,12 +55,13 @@ def answer(rules: RequestRules, stream: bool, **hello: Any) -> tuple[dict[str, s
         running = asyncio.create_task(backend.run_tasks())
         await until(lambda: bool(backend.worker_pairs()))
         memory, outcomes = AnswerMemory(1 << 20), RequestOutcomes(None, [metrics])
-        generation = Generation("r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes)
-        view = CompletionFormat(ResponseHead("r", 0, "toy", "fp_0"), ask, LogprobJson(rules.tokenizer))
         now_s = backend.clock()
-        respond = GenerationResponse(
-            generation, view, set(), arrived_s=now_s, deadline_s=now_s + 60.0, stall_s=1.0
-        )
+        generation = Generation(
+            "r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes,
+            arrived_s=now_s, deadline_s=now_s + 60.0,
+        )  # fmt: skip
+        view = CompletionFormat(ResponseHead("r", 0, "toy", "fp_0"), ask, LogprobJson(rules.tokenizer))
+        respond = GenerationResponse(generation, view, set(), stall_s=1.0)
 
         async def send(message: Message) -> None:
             sent.append(message)

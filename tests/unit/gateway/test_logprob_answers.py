@@ -27,7 +27,7 @@ from services.gateway.generation.scored_tokens import (
     ScoredToken,
     ScoredTokens,
 )
-from services.gateway.generation.streaming import MAX_FULL_BODY_BYTES, _gather_pieces
+from services.gateway.generation.whole_answer import MAX_PART_BYTES, gather_pieces
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.resolve import ResolvedRequest, make_prompt
 from services.gateway.openai.schemas.response_schema import Usage
@@ -158,9 +158,9 @@ def test_a_large_answer_is_written_in_slices(tokens: GatewayTokenizer, own_garba
         ticking, size, over = asyncio.create_task(tick()), 0, False
         pieces = ChatFormat(HEAD, ask, LogprobJson(tokens)).full_body_parts(answers, USAGE)
         while not over:
-            body, over = await _gather_pieces(pieces, MAX_FULL_BODY_BYTES)
+            body, over = await gather_pieces(pieces, MAX_PART_BYTES)
             size += len(body)
-            assert len(body) < 2 * MAX_FULL_BODY_BYTES
+            assert len(body) < 2 * MAX_PART_BYTES
         ticking.cancel()
         return size
 
@@ -269,8 +269,10 @@ def test_tokens_without_text_are_bounded_in_sum(tokens: GatewayTokenizer, stream
         GatewayMetrics(),
         1 << 20,
         memory,
+        arrived_s=0.0,
+        deadline_s=60.0,
     )
-    one.submit_sequences(0.0, 60.0)
+    one.submit_sequences()
     for _ in range(50):
         one.streams[0].deliver_output(without_text(100), 0.0)
     assert not failure(one) and not one.flooded
@@ -281,12 +283,30 @@ def test_tokens_without_text_are_bounded_in_sum(tokens: GatewayTokenizer, stream
     assert memory.held_bytes == 0
 
 
+async def test_an_answer_that_is_complete_before_it_is_waited_for_has_its_prompt(
+    tokens: GatewayTokenizer,
+) -> None:
+    prompt = with_echo(make_prompt([5, 6]), tokens, True)
+    ask = ResolvedRequest("toy", [prompt], SamplingParams(max_tokens=0, seed=0), 99999, logprobs=1, echo=True)
+    one = Generation(
+        "a", ask, tokens, Silent(), GatewayMetrics(), 1 << 20, AnswerMemory(1 << 20), arrived_s=0.0, deadline_s=60.0  # type: ignore[arg-type]
+    )  # fmt: skip
+    one.submit_sequences()
+    scores = [None, Logprob(6, -2.0, [])]
+    one.streams[0].deliver_output(Output("a", 0, [], prompt_logprobs=scores, finish="length"), 0.0)
+    one.streams[0].finish_sequence("length", 0.0)
+    await one.wait_until_complete()
+    assert [row.logprob for row in one.answers[0].take_piece().iter_rows()] == [None, -2.0]
+
+
 def test_answers_that_wait_are_bounded_in_sum(tokens: GatewayTokenizer) -> None:
     memory, backend, metrics = AnswerMemory(1_000_000), Silent(), GatewayMetrics()
 
     def begun(name: str, tenant: str) -> Generation:
-        one = Generation(name, asked(TOP, tenant), tokens, backend, metrics, 1 << 20, memory)  # type: ignore[arg-type]
-        one.submit_sequences(0.0, 60.0)
+        one = Generation(
+            name, asked(TOP, tenant), tokens, backend, metrics, 1 << 20, memory, arrived_s=0.0, deadline_s=60.0  # type: ignore[arg-type]
+        )  # fmt: skip
+        one.submit_sequences()
         return one
 
     def deliver(one: Generation, count: int) -> None:

@@ -61,7 +61,7 @@ async def written_text() -> str:
         usage_so_far=lambda choice: None,
         wait_for_news=wait_for_news,
         mark_completed=lambda: None,
-        wait_for_reader=lambda drop: nullcontext(),
+        wait_for_reader=nullcontext,
         kv=None,
     )
     view = SimpleNamespace(
@@ -74,8 +74,6 @@ async def written_text() -> str:
         cast(Generation, generation),
         cast(OutputFormat, view),
         set(),
-        arrived_s=0.0,
-        deadline_s=1e9,
         stall_s=30.0,
     )
     await respond._write_stream(

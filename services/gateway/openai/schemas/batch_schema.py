@@ -32,7 +32,6 @@ ALL_STATUSES: tuple[str, ...] = (
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 )  # fmt: skip
 # Which preparation a line of each endpoint takes (`services.gateway.preparation.resolve_body.ROUTES`).
-ROUTE_BY_ENDPOINT = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

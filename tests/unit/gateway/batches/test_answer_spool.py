@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +17,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
 
-from diptych.failure_statuses import FailureReason
+from diptych.errors import RequestError
+from diptych.failure_statuses import FailureReason, RequestFailure
+from diptych.logs.log_format import IDS_FIELD
+from diptych.logs.request_ids import answer_id
+from diptych.messages import Output
+from diptych.request import Request, Tenancy
 from services.gateway.batches import database_thread
 from services.gateway.batches.data_dir import write_whole
 from services.gateway.batches.line_runner import LineAnswer, LineRunner
@@ -29,13 +37,24 @@ from services.gateway.batches.storage.answer_spool import (
     escape_line_ends,
 )
 from services.gateway.batches.store import BatchStore
-from services.gateway.openai.request_limits import RequestLimits
+from services.gateway.generation.answer_memory import MIN_READ_S, AnswerMemory
+from services.gateway.generation.completion_format import CompletionFormat
+from services.gateway.generation.formats import OutputFormat, ResponseHead
+from services.gateway.generation.generation import Generation, SequenceSink
+from services.gateway.generation.logprob_json import LogprobJson
+from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
+from services.gateway.openai.schemas.request_schema import CompletionRequest
+from services.gateway.openai.tenancy import Caller
+from services.gateway.openai.validate import RequestRules
 from services.gateway.service import GatewayService
 from tests.support.waiting import wait_for
 from tests.unit.gateway.batches.stored_batches import add_batch, end, reopen, results
 
 CHAT = "/v1/chat/completions"
+METRICS = GatewayMetrics()
 PART = b'"' + b"x" * (PIECE_BYTES - 3) + b'",'
 TEXTS = st.lists(st.sampled_from([*LINE_ENDS, b"\xe2\x80\xa7", b"\xc2\xa0", "ü".encode(), b"x", b" "]))
 
@@ -111,32 +130,67 @@ async def test_while_the_disk_takes_nothing_the_writer_waits(
 # ---- lines that run
 
 
-class Response:
-    """An answer of `num_parts` parts; without `ends` its writer is interrupted."""
+class ReadyBackend:
+    """Answers each sequence with one token, at once."""
 
-    def __init__(self, num_parts: int, ends: bool) -> None:
-        self.num_parts, self.ends = num_parts, ends
+    def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
+        for request, sink in asked:
+            sink.deliver_output(Output(request.id, 0, [69]), 0.0)
+            sink.finish_sequence("length", 0.0)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"choices":[', "more_body": True})
-        for _ in range(self.num_parts):
-            await send({"type": "http.response.body", "body": bytes(PART), "more_body": True})
-        if self.ends:
-            await send({"type": "http.response.body", "body": b'"end"]}', "more_body": False})
+    def cancel_request(self, request: str) -> None:
+        """Nothing runs."""
+
+    stop_request = cancel_request
+
+    def find_refusal(self, num_requests: int, tenant: str) -> RequestFailure | None:
+        return None
 
 
-async def run_line(folder: Path, num_parts: int, ends: bool = True) -> LineAnswer:
-    async def create(body: bytes, caller: object) -> Any:
-        return Response(num_parts, ends)
+class Format(CompletionFormat):
+    """A body of `num_parts` parts; without `ends` others need its memory when these are written."""
 
-    rules = SimpleNamespace(limits=RequestLimits())
-    service = SimpleNamespace(rules=rules, create_chat_completion=create)
+    num_parts, ends = 0, True
+    memory: AnswerMemory
+
+    def full_body_parts(self, *_: object) -> Iterator[bytes]:
+        yield b'{"choices":['
+        for _part in range(self.num_parts):
+            yield bytes(PART)
+        if not self.ends:
+            with contextlib.suppress(RequestError):
+                self.memory.hold_bytes("", 1 << 30)
+            yield bytes(PART)
+        yield b'"end"]}'
+
+
+async def run_line(folder: Path, rules: RequestRules, num_parts: int, ends: bool = True) -> LineAnswer:
+    class Shape(Format):
+        memory = AnswerMemory(1 << 20, itertools.count(step=MIN_READ_S).__next__)
+
+    Shape.num_parts, Shape.ends = num_parts, ends
+
+    async def create(path: str, body: bytes, caller: Caller) -> tuple[Generation, OutputFormat]:
+        request = parse_body(b'{"model":"toy","prompt":"x"}', CompletionRequest, 16)
+        asked = resolve_completion(request, [make_prompt([1, 2], "x")], None, rules)
+        asked = replace(asked, origin=Tenancy(client_id=caller.client_id))
+        name = answer_id("cmpl", caller.request_id)
+        generation = Generation(
+            name, asked, rules.tokenizer, ReadyBackend(), METRICS, 1 << 20, Shape.memory, arrived_s=0.0, deadline_s=60.0
+        )  # fmt: skip
+        return generation, Shape(ResponseHead(name, 0, "toy", None), asked, LogprobJson(rules.tokenizer))
+
+    running: set[Generation] = set()
+    service = SimpleNamespace(rules=rules, open=running, create_generation=create)
     runner = LineRunner(cast(GatewayService, service), folder)
-    return await runner.run_line(CHAT, b"{}", "t", True, "batch_1", 'c "response":{', 60.0)
+    answer = await runner.run_line(CHAT, b"{}", "t", True, "batch_1", 'c "response":{', 60.0)
+    assert not running and Shape.memory.held_bytes == (0 if ends else 1 << 30)
+    return answer
 
 
-async def test_a_line_of_26_mb_is_never_in_memory(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_of_26_mb_is_never_in_memory(
+    store: BatchStore, rules: RequestRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = await add_batch(store)
     sizes: list[int] = []
 
@@ -148,7 +202,7 @@ async def test_a_line_of_26_mb_is_never_in_memory(store: BatchStore, monkeypatch
     monkeypatch.setattr(database_thread, "write_whole", write)
     tracemalloc.start()
     try:
-        answer = await run_line(store.data_dir.uploads, 104)
+        answer = await run_line(store.data_dir.uploads, rules, 104)
         text = answer.to_text("c1")
         await store.end_lines(batch.id, [LineEnd(number=1, succeeded=True, text=text)])
         _, peak_bytes = tracemalloc.get_traced_memory()
@@ -161,8 +215,8 @@ async def test_a_line_of_26_mb_is_never_in_memory(store: BatchStore, monkeypatch
     assert len(row["response"]["body"]["choices"]) == 105
 
 
-async def test_a_small_result_is_as_it_was(tmp_path: Path) -> None:
-    answer = await run_line(tmp_path, 0)
+async def test_a_small_result_is_as_it_was(tmp_path: Path, rules: RequestRules) -> None:
+    answer = await run_line(tmp_path, rules, 0)
     text = answer.to_text('"body":{')
     assert not isinstance(text, bytes)
     line = b"".join(text.iter_pieces())
@@ -172,19 +226,24 @@ async def test_a_small_result_is_as_it_was(tmp_path: Path) -> None:
     assert line == result_text(LineResult(row["id"], '"body":{', response))
 
 
-async def test_an_answer_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
-    answer = await run_line(tmp_path, 3, ends=False)
+async def test_an_answer_that_was_interrupted_is_no_answer(
+    tmp_path: Path, rules: RequestRules, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await run_line(tmp_path, rules, 3, ends=False)
     assert not answer.succeeded and answer.failure is not None
     assert answer.failure.reason is FailureReason.OVERLOADED and answer.failure.client_may_retry
-    assert isinstance(answer.body, AnswerSpool) and json.loads(body_of(answer.body))["error"]["code"]
+    assert isinstance(answer.body, bytes) and json.loads(answer.body)["error"]["code"]
+    ids = vars(caplog.records[-1])[IDS_FIELD]
+    assert (ids.request, ids.client) == (answer.request_id, "batch_1:c%20%22response%22%3A%7B")
+    assert ids.sequence == answer_id("cmpl", answer.request_id)
 
 
 async def test_a_long_result_is_written_once_whatever_fails(
-    store: BatchStore, clock: Any, monkeypatch: pytest.MonkeyPatch
+    store: BatchStore, rules: RequestRules, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = await add_batch(store)
     await store.end_lines(batch.id, [end(1)])
-    text = (await run_line(store.data_dir.uploads, 8)).to_text("c2")
+    text = (await run_line(store.data_dir.uploads, rules, 8)).to_text("c2")
     calls = 0
 
     def break_once(descriptor: int, data: bytes, offset: int) -> None:

@@ -13,17 +13,18 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 import ray
 from ray import cloudpickle
 from ray._private.state import state as cluster_state
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from diptych.errors import StartError
 from services.cluster import node_probe
+from services.cluster.actors import ActorStatuses, actor_options
 from services.cluster.capacity import NodeCapacity, has_room
 from services.cluster.daemon_calls import call_in_time, start_daemon
 from services.cluster.detached_groups import DetachedGroups, ray_errors, remove_leftover
@@ -31,16 +32,14 @@ from services.cluster.join import LEAVES, NamespaceClaim, check_head, find_head,
 from services.cluster.node_probe import NodeReport
 from services.cluster.node_worker import ActorReport, NodeOrder, NodeWorker
 from services.cluster.sealed_keys import seal_keys
-from services.cluster.spec import SUPERVISOR_DIED, Bundle
-from services.host.supervision.supervisor import ChildStatus, ErrorReport
+from services.cluster.spec import Bundle
+from services.host.supervision.supervisor import ChildStatus
 
 ACTOR_TIMEOUT_S, KILL_TIMEOUT_S = 15.0, 5.0
 # Seconds after which nodes that are still waited for are named, and those that Ray needs to deliver an answer.
 LONG_PROBE_S, ANSWER_TIMEOUT_S = 5.0, 30.0
 # Longest time in seconds for nodes to tell Ray what has become free, and between two looks.
 FREE_TIMEOUT_S, FREE_POLL_S = 5.0, 0.1
-# Versions of statuses that do not come from an actor: it has died, or it has failed.
-LOST_VERSION, FAILED_VERSION = -2, -3
 
 # The names that workers' actors have.
 WORKER_NAME = re.compile(r"(prefill|decode)-[0-9]+")
@@ -65,9 +64,7 @@ class NodeWorkerHandle:
     def __init__(self, name: str, actor: Any, keys: Mapping[str, bytes], context: str) -> None:
         self.name, self.address, self.log_file = name, "", ""
         self._actor, self._keys, self._context = actor, keys, context
-        self._seen_version, self._actor_deaths = -1, 0
-        # Address and process of the actor that has reported last.
-        self._life: tuple[str, int] | None = None
+        self._statuses = ActorStatuses(name)
         # The public key for which keys were sealed that the actor could not open.
         self._refused_key = b""
 
@@ -75,21 +72,17 @@ class NodeWorkerHandle:
         """The next new status; None if there is none in time. If the actor died, a status "waiting" (for Ray)."""
         try:
             report = await cast(
-                Awaitable[ActorReport], self._actor.wait_status.remote(self._seen_version, timeout_s)
+                Awaitable[ActorReport],
+                self._actor.wait_status.remote(self._statuses.seen_version, timeout_s),
             )
             if report.wanted_key and self._keys and not await self._deliver_keys(report.wanted_key):
-                return self._lost_status()
+                return self._statuses.on_lost()
         except ray.exceptions.RayActorError as error:
-            return self._failed_status(error) if error.actor_init_failed else self._lost_status()
+            return self._statuses.on_failed(error) if error.actor_init_failed else self._statuses.on_lost()
         except ray.exceptions.RayError as error:
-            return self._failed_status(error)
+            return self._statuses.on_failed(error)
         self.address, self.log_file = report.address, report.log_file
-        life = (report.address, report.pid)
-        fresh = (life, report.status.version) != (self._life, self._seen_version)
-        self._life, self._seen_version = life, report.status.version
-        if not fresh:
-            return None
-        return replace(report.status, restarts=report.status.restarts + self._actor_deaths)
+        return self._statuses.on_status((report.address, report.pid), report.status)
 
     async def _deliver_keys(self, wanted_key: bytes) -> bool:
         """Send the keys, sealed for the actor that wants them. False if that one has died meanwhile: the actor that Ray
@@ -106,23 +99,6 @@ class NodeWorkerHandle:
             self._refused_key = wanted_key
             return False
         return True
-
-    def _lost_status(self) -> ChildStatus | None:
-        """The status of a worker whose actor has died, and is restarted by Ray; None if that was said before."""
-        fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
-        self._actor_deaths += fresh
-        if not fresh:
-            return None
-        return ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
-
-    def _failed_status(self, error: Exception) -> ChildStatus | None:
-        """The status of a worker whose actor cannot do what it has to; None if that was said before."""
-        fresh, self._seen_version = self._seen_version != FAILED_VERSION, FAILED_VERSION
-        if not fresh:
-            return None
-        last = str(error).strip().splitlines()[-1:]
-        report = ErrorReport(f"the actor of {self.name} has failed", " ".join(last)[:300])
-        return ChildStatus(self.name, "failed", error=report)
 
     def kill(self) -> None:
         """End the worker without grace, and its actor. Without Ray's head the actor stays, and this may wait for it."""
@@ -325,21 +301,9 @@ class JoinedCluster:
         """
         name = order.spec.worker
         place, group = self.groups.find_place(name)
-        demand = dict(order.demand)
         with ray_errors(f"Ray makes no actor for {name}"):
-            actor = ray.remote(NodeWorker).options(
-                name=name,
-                lifetime="detached",
-                num_cpus=demand.pop("CPU", 0.0),
-                num_gpus=demand.pop("GPU", 0.0),
-                memory=demand.pop("memory", None),
-                resources=demand,
-                max_restarts=-1,
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=place.index
-                ),
-            )
+            options = actor_options(name, order.demand, group, place.index, max_concurrency=8)
+            actor = ray.remote(NodeWorker).options(lifetime="detached", **options)
             made = actor.remote(msgspec.json.encode(order))
         return NodeWorkerHandle(name, made, keys, order.key_context)
 

@@ -23,17 +23,15 @@ from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
 from services.cluster.capacity import NodeCapacity, min_cpus
 from services.cluster.daemon_calls import await_daemon, call_in_time, start_daemon
-from services.cluster.local_deployment import RAY, LocalDeployment, OnStatus, WorkerHandle
+from services.cluster.head_watch import watch_answers
+from services.cluster.local_deployment import LocalDeployment, OnStatus, WorkerHandle
 from services.cluster.spec import Bundle, ClusterSpec, DeploymentSpec
-from services.host.supervision.supervisor import ChildStatus
 
 # Imported for types only, since they import Ray.
 if TYPE_CHECKING:
     from services.cluster.joined_cluster import FoundWorker, JoinedCluster
     from services.cluster.node_worker import NodeOrder
 
-# Seconds between two looks at Ray's head, and number of failures in a row after which it counts as lost.
-HEAD_CHECK_S, HEAD_FAILURES = 5.0, 2
 # Seconds for Ray to take resources back. Without its head this would wait for it.
 RELEASE_TIMEOUT_S = 10.0
 # Seconds for an answer of Ray's head while this process does nothing else.
@@ -264,20 +262,18 @@ class ClusterDeployment(LocalDeployment):
                 by_address[address].placed.append(name)
 
     async def _watch_head(self) -> None:
-        """Report when Ray's head is lost, and when it is back. Requests do not go through Ray and are not affected."""
+        """Report when Ray's head is lost, and when it is back."""
         from services.cluster.join import head_answers
 
-        failures = 0
-        while True:
-            await asyncio.sleep(HEAD_CHECK_S)
-            answers = await asyncio.to_thread(head_answers, self._joined.address)
-            failures = 0 if answers else failures + 1
-            if failures == HEAD_FAILURES:
-                self._ray_lost = True
-                self._on_status(ChildStatus(RAY, "failed", phase="gcs_server"))
-            elif answers and self._ray_lost:
-                self._ray_lost = False
-                self._say("Ray's head is back")
+        await watch_answers(
+            lambda: head_answers(self._joined.address),
+            lambda: self._on_ray_lost("gcs_server"),
+            self._on_head_back,
+        )
+
+    def _on_head_back(self) -> None:
+        self._ray_lost = False
+        self._say("Ray's head is back")
 
     async def stop(self, drain_s: float) -> None:
         """Stop the gateway, then the workers, and give their places back. Idempotent."""

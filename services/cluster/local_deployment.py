@@ -19,6 +19,7 @@ import msgspec
 from diptych.channel.keys import KeyBackup, make_keys
 from diptych.errors import DiptychError, StartError
 from diptych.specs import WorkerSpec
+from services.cluster.head_watch import await_process_end
 from services.cluster.spec import SUPERVISOR_DIED, Bundle, DeploymentSpec
 from services.host.child_environment import child_environment
 from services.host.supervision.supervisor import ChildStatus, Supervisor
@@ -186,19 +187,16 @@ class LocalDeployment:
         return min(sorted(os.sched_getaffinity(0)), key=lambda core: taken[core])
 
     async def _watch_ray(self, part: str, pid: int) -> None:
-        """Report once that one of Ray's processes has ended. Requests do not go through Ray and are not affected."""
-        over, loop = asyncio.Event(), asyncio.get_running_loop()
-        descriptor = os.pidfd_open(pid)
-        loop.add_reader(descriptor, over.set)
-        try:
-            await over.wait()
-            # The actors and their workers continue, but from now on Ray may report the actors as dead.
-            self._ray_lost = True
-            self._local_ray.stop_error_listener()
-            self._on_status(ChildStatus(RAY, "failed", phase=part))
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+        """Report once that one of Ray's processes has ended."""
+        await await_process_end(pid)
+        self._local_ray.stop_error_listener()
+        self._on_ray_lost(part)
+
+    def _on_ray_lost(self, part: str) -> None:
+        """Report that a part of Ray is lost. Requests do not go through Ray and are not affected."""
+        # The actors and their workers continue, but from now on Ray may report the actors as dead.
+        self._ray_lost = True
+        self._on_status(ChildStatus(RAY, "failed", phase=part))
 
     async def _watch_gateway(self) -> None:
         """Report each new status of the gateway until it has stopped."""

@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,21 +25,19 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from diptych.channel.keys import KeyBackup
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
+from services.cluster.actors import ActorStatuses, actor_options
 from services.cluster.local_ray.lean_head import lean_head
-from services.cluster.spec import SUPERVISOR_DIED, Bundle
+from services.cluster.spec import Bundle
 from services.host.child_environment import child_environment, ucx_on_loopback
 from services.host.supervision.supervisor import ChildStatus, Supervisor
 
 # Diptych stores nothing in Ray's object store, but Ray requires at least 75 MiB.
 OBJECT_STORE_BYTES = 80 << 20
 RAY_PROCESSES = ("gcs_server", "raylet")
-# Status version of a lost actor. Real versions are never negative.
-LOST_VERSION = -2
 
 
 class WorkerActor:
@@ -81,26 +78,18 @@ class RayWorker:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
-        self._seen_version, self._actor_pid, self._actor_deaths = -1, 0, 0
+        self._statuses = ActorStatuses(name)
 
     async def next_status(self, timeout_s: float = 20.0) -> ChildStatus | None:
         """The next new status; None if there is none in time. If the actor died, a status "waiting" (for Ray)."""
         try:
-            life, status = await cast(
+            pid, status = await cast(
                 Awaitable[tuple[int, ChildStatus]],
-                self._actor.wait_status.remote(self._seen_version, timeout_s),
+                self._actor.wait_status.remote(self._statuses.seen_version, timeout_s),
             )
         except ray.exceptions.RayActorError:
-            fresh, self._seen_version = self._seen_version != LOST_VERSION, LOST_VERSION
-            self._actor_deaths += fresh
-            return (
-                ChildStatus(self.name, "waiting", restarts=self._actor_deaths, ended=SUPERVISOR_DIED)
-                if fresh
-                else None
-            )
-        fresh = (life, status.version) != (self._actor_pid, self._seen_version)
-        self._actor_pid, self._seen_version = life, status.version
-        return replace(status, restarts=status.restarts + self._actor_deaths) if fresh else None
+            return self._statuses.on_lost()
+        return self._statuses.on_status(pid, status)
 
     async def stop(self, grace_s: float) -> None:
         """Stop the worker and its actor; the worker is killed after `grace_s` seconds."""
@@ -118,15 +107,15 @@ class PlacementGroups:
     """
 
     def __init__(self) -> None:
-        self._taken: dict[str, tuple[PlacementGroup, int]] = {}
+        self._taken: dict[str, tuple[PlacementGroup, dict[str, float]]] = {}
 
     def reserve_bundle(self, bundle: Bundle) -> None:
-        """Ask Ray for the devices of a worker, without waiting."""
-        made = placement_group([{"CPU": bundle.devices}], strategy="STRICT_PACK", name=bundle.worker)
-        self._taken[bundle.worker] = made, bundle.devices
+        """Ask Ray for what a worker takes, without waiting."""
+        made = placement_group([bundle.demand], strategy="STRICT_PACK", name=bundle.worker)
+        self._taken[bundle.worker] = made, bundle.demand
 
-    def find_place(self, worker: str) -> tuple[PlacementGroup, int]:
-        """The worker's placement group, and its devices."""
+    def find_place(self, worker: str) -> tuple[PlacementGroup, dict[str, float]]:
+        """The worker's placement group, and what it takes of Ray's resources."""
         return self._taken[worker]
 
     def release_bundle(self, worker: str) -> None:
@@ -181,14 +170,9 @@ class LocalRay:
 
     def launch_worker(self, spec: WorkerSpec, log: Path, module: str) -> RayWorker:
         """Start the actor of a worker on its reserved bundle; the actor starts the worker's process."""
-        group, devices = self.groups.find_place(spec.worker)
-        actor = ray.remote(WorkerActor).options(
-            name=spec.worker,
-            num_cpus=devices,
-            max_restarts=-1,
-            max_concurrency=4,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-        )
+        group, demand = self.groups.find_place(spec.worker)
+        options = actor_options(spec.worker, demand, group, 0, max_concurrency=4)
+        actor = ray.remote(WorkerActor).options(**options)
         return RayWorker(spec.worker, actor.remote(msgspec.json.encode(spec), module, str(log)))
 
     def process_ids(self) -> dict[str, int]:

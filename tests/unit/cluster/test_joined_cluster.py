@@ -13,7 +13,7 @@ import ray
 
 from diptych.errors import StartError
 from diptych.specs import WorkerSpec
-from services.cluster import detached_groups
+from services.cluster import actors, detached_groups
 from services.cluster import joined_cluster as under_test
 from services.cluster.capacity import NodeCapacity
 from services.cluster.detached_groups import DetachedGroups, GroupPlace
@@ -54,7 +54,7 @@ def order(**demand: float) -> NodeOrder:
 def joined(demand: dict[str, float], monkeypatch: pytest.MonkeyPatch, maker: ActorMaker) -> JoinedCluster:
     """A cluster in which decode-0 has its bundle."""
     monkeypatch.setattr(ray, "remote", maker)
-    monkeypatch.setattr(under_test, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(actors, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
     cluster = JoinedCluster("10.0.0.1:6379", "n")
     place = GroupPlace("decode-0", 0, tuple(demand.items()))
     monkeypatch.setattr(cluster.groups, "find_place", lambda worker: (place, object()))

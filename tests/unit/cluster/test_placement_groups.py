@@ -24,16 +24,16 @@ class Ray:
     """Groups that were asked for, and those given back."""
 
     def __init__(self) -> None:
-        self.made: list[list[dict[str, int]]] = []
+        self.made: list[list[dict[str, float]]] = []
         self.removed: list[int] = []
 
     @property
-    def reserved(self) -> int:
+    def reserved(self) -> float:
         """The CPUs of all groups that there are."""
         living = [group for number, group in enumerate(self.made, 1) if number not in self.removed]
         return sum(bundle["CPU"] for group in living for bundle in group)
 
-    def make(self, bundles: list[dict[str, int]], strategy: str, name: str) -> Any:
+    def make(self, bundles: list[dict[str, float]], strategy: str, name: str) -> Any:
         self.made.append(bundles)
         return SimpleNamespace(id=len(self.made))
 

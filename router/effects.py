@@ -62,9 +62,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client of this request has disconnected."""
+    """The client of this request has disconnected. `others` are the other sequences of the same HTTP request.
+
+    All are cancelled before what they free is given to others, so that none of them begins only to be cancelled.
+    """
 
     request: str
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,8 +233,9 @@ class Relay:
             self.admission.admit_request(request.id, len(request.prompt), now_s, tenant, first.id)
 
     def _on_client_gone(self, event: ClientGone, now_s: float) -> None:
-        if (state := self.live.get(event.request)) is not None:
-            self.attempts.end_request(state, RequestStage.CANCELLED, RequestCancelled(event.request), now_s)
+        for name in (event.request, *event.others):
+            if (state := self.live.get(name)) is not None:
+                self.attempts.end_request(state, RequestStage.CANCELLED, RequestCancelled(name), now_s)
 
     def _on_stop_found(self, event: StopFound, now_s: float) -> None:
         if (state := self.live.get(event.request)) is not None:

@@ -62,11 +62,12 @@ class Script:
             self.seen.append(request)
             self.open[request.id] = asyncio.get_running_loop().create_task(self._play(request, reader))
 
-    def cancel_request(self, request: str) -> None:
-        task = self.open.pop(request, None)
-        if task is not None:
-            self.left += 1
-            task.cancel()
+    def cancel_request(self, request: str, *others: str) -> None:
+        for name in (request, *others):
+            task = self.open.pop(name, None)
+            if task is not None:
+                self.left += 1
+                task.cancel()
 
     def stop_request(self, request: str) -> None:
         """The script looks at `open` before each token."""

@@ -73,8 +73,8 @@ class GenerationBackend(Protocol):
     def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
         """Start the sequences of one HTTP request: all of them, or none."""
 
-    def cancel_request(self, request: str) -> None:
-        """Cancel a sequence because its client has left. Unknown ids are ignored."""
+    def cancel_request(self, request: str, *others: str) -> None:
+        """Cancel sequences of one HTTP request because its client has left. Unknown ids are ignored."""
 
     def stop_request(self, request: str) -> None:
         """Stop a sequence whose text has ended; `finish_sequence` follows."""
@@ -167,8 +167,10 @@ class Generation:
 
     def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
         """Cancel all sequences that still run, because no client reads them. Idempotent; the first `ending` counts."""
-        for stream in self.streams:
-            stream.cancel_sequence(ending)
+        running = [stream.request for stream in self.streams if stream.close(ending)]
+        self.metrics.cancelled.inc(len(running))
+        if running:
+            self.backend.cancel_request(*running)
 
     @property
     def done(self) -> bool:
@@ -250,8 +252,9 @@ class Generation:
         """Fail the whole request with `error`, and cancel all sequences that still run. The first error counts."""
         if self.failure is None:
             self.failure = failure
-            for stream in self.streams:
-                stream.fail_with_request(failure)
+            running = [stream.request for stream in self.streams if stream.close(Ending.FAILED, failure)]
+            if running:
+                self.backend.cancel_request(*running)
             self.notify_writer()
 
     def mark_completed(self) -> None:
@@ -369,20 +372,11 @@ class SequenceStream:
             self._is_pending = False
             self._generation.outcomes.end_sequence(self.record, ending, failure)
 
-    def cancel_sequence(self, ending: Ending) -> None:
-        """Cancel the sequence if it still runs, because its client has left, or reads too slowly."""
-        self.end_once(ending)
-        if self._open:
-            self._open = False
-            self._metrics.cancelled.inc()
-            self._generation.backend.cancel_request(self.request)
-
-    def fail_with_request(self, failure: RequestFailure) -> None:
-        """Fail with the whole HTTP request, and cancel the sequence if it still runs."""
-        self.end_once(Ending.FAILED, failure)
-        if self._open:
-            self._open = False
-            self._generation.backend.cancel_request(self.request)
+    def close(self, ending: Ending, failure: RequestFailure | None = None) -> bool:
+        """Report how the sequence ended. Returns whether it still ran, so that the backend must cancel it."""
+        self.end_once(ending, failure)
+        was_open, self._open = self._open, False
+        return was_open
 
     def mark_written(self, now_s: float) -> None:
         """Record the time that counts for TTFT, and report it to the metrics. Only the first call counts.

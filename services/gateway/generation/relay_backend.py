@@ -123,9 +123,9 @@ class RelayBackend:
         self._sinks[request.id] = sink
         self._handle_event(RequestArrived(request, ChosenPair(*pair)))
 
-    def cancel_request(self, request: str) -> None:
-        """Report to the relay that the client of this sequence has left; the relay cancels it."""
-        self._handle_event(ClientGone(request))
+    def cancel_request(self, request: str, *others: str) -> None:
+        """Report to the relay that the client of these sequences has left; the relay cancels them."""
+        self._handle_event(ClientGone(request, others))
 
     def stop_request(self, request: str) -> None:
         """Report to the relay that the gateway found a stop string; the relay ends the sequence."""

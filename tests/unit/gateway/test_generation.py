@@ -159,7 +159,7 @@ class Scripted:
     def submit_requests(self, arrivals: Sequence[tuple[Request, SequenceSink]]) -> None:
         ((_, self.reader),) = arrivals
 
-    def cancel_request(self, request: str) -> None:
+    def cancel_request(self, request: str, *others: str) -> None:
         """Nothing runs."""
 
     stop_request = cancel_request

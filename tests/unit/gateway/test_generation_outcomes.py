@@ -53,8 +53,8 @@ class Backend:
             for sink in self.sinks.values():
                 sink.fail_sequence(self.refusal)
 
-    def cancel_request(self, request: str) -> None:
-        self.cancelled.append(request)
+    def cancel_request(self, request: str, *others: str) -> None:
+        self.cancelled += request, *others
 
     def stop_request(self, request: str) -> None:
         """No sequence here has stop strings."""

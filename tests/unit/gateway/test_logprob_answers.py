@@ -198,8 +198,8 @@ class Silent:
     def submit_requests(self, asked: Iterator[tuple[Request, SequenceSink]]) -> None:
         pass
 
-    def cancel_request(self, request: str) -> None:
-        self.left.append(request)
+    def cancel_request(self, request: str, *others: str) -> None:
+        self.left += request, *others
 
     def stop_request(self, request: str) -> None:
         pass

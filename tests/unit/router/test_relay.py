@@ -19,6 +19,7 @@ from diptych.messages import (
 )
 from diptych.request import RequestStage
 from router.effects import (
+    AttemptBegan,
     ChosenPair,
     ClientGone,
     ClockTick,
@@ -134,6 +135,20 @@ def test_a_client_that_leaves_frees_both_sides(moment: str) -> None:
     assert aborted == {"queued": {"prefill-0"}, "transferring": set(PAIR), "decoding": {"decode-0"}}[moment]
     assert is_at_rest(world)
     assert world.do(ClientGone("r")) == []
+
+
+def test_what_a_request_frees_is_given_to_none_of_its_own_sequences() -> None:
+    """All of them are cancelled first: none begins only to be aborted."""
+    world = linked_deployment(*PAIR)
+    names = [f"r.{index}" for index in range(200)]
+    for name in names:
+        world.arrive(name)
+    world.arrive("other")
+    waiting = [name for name in names if world.relay.live[name].request.stage is RequestStage.ADMITTED]
+    assert waiting, "the prefill worker has no room for all"
+    effects = world.do(ClientGone(names[0], tuple(names[1:])))
+    begun = {effect.request for effect in effects if isinstance(effect, AttemptBegan)}
+    assert begun == {"other"}
 
 
 def test_a_client_that_leaves_between_token_and_offer_frees_the_prefill_worker() -> None:

@@ -138,7 +138,7 @@ class ReadyBackend:
             sink.deliver_output(Output(request.id, 0, [69]), 0.0)
             sink.finish_sequence("length", 0.0)
 
-    def cancel_request(self, request: str) -> None:
+    def cancel_request(self, request: str, *others: str) -> None:
         """Nothing runs."""
 
     stop_request = cancel_request

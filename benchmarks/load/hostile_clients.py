@@ -17,10 +17,12 @@ from typing import Any
 
 import httpx
 
+from services.gateway.http.connection import MAX_PIPELINED
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Sockets of `unread_answers`, and how long each lives.
 UNREAD_SOCKETS, UNREAD_S = 400, 6.0
-UNREAD_REQUESTS = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 15
+UNREAD_REQUESTS = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * MAX_PIPELINED
 SLOW_READERS, SLOW_PIECE, SLOW_PAUSE_S = 13, 4096, 1.0
 LINE_BYTES = (8 << 20) - 4096
 ANSWER_S = 120.0

@@ -72,6 +72,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANARY_PROMPT_LENGTH = 4
+# Seconds after which a thread that computes must let the event loop's thread run. Python's 5 ms would be paid with each
+# send, while the channel's thread has messages to decode.
+SWITCH_S = 0.0005
 # Lines in flight for each sequence of a block, so that its places are always taken.
 BLOCK_LINES = 2
 
@@ -176,6 +179,7 @@ async def serve_gateway(
     )
     hub.open()
     preparers.open()
+    sys.setswitchinterval(SWITCH_S)
     # All objects that exist by now stay for good. Frozen, they no longer cost each full garbage collection about 60
     # ms.
     gc.collect()

@@ -14,7 +14,8 @@ import httpx
 import pytest
 import uvloop
 
-from services.gateway.http.connection import HttpConnection
+from services.gateway.http import connection as http_connection
+from services.gateway.http.connection import MAX_PIPELINED, HttpConnection
 from tests.support.gateway_process import serving
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
@@ -24,7 +25,6 @@ from tests.system.scripted_gateway import scripted
 WAIT_S = 90.0
 FIRST, SECOND = "sk-" + "a" * 40, "sk-" + "b" * 40
 NUM_CONNECTIONS = 32
-PIPELINED = 15
 
 
 def ask(path: str, key: str = "") -> bytes:
@@ -34,9 +34,9 @@ def ask(path: str, key: str = "") -> bytes:
 
 # What each of the clients sends. Their answers are more than the kernel takes.
 WISHES = {
-    "the page, without a key": ask("/") * PIPELINED,
-    "the page, with a key": ask("/", FIRST) * PIPELINED,
-    "a large answer, with a key": ask("/openapi.json", FIRST) * PIPELINED,
+    "the page, without a key": ask("/") * MAX_PIPELINED,
+    "the page, with a key": ask("/", FIRST) * MAX_PIPELINED,
+    "a large answer, with a key": ask("/openapi.json", FIRST) * MAX_PIPELINED,
 }
 
 
@@ -106,6 +106,7 @@ def test_requests_without_a_key_begin_when_the_answers_before_them_are_sent(
         begin(self, cycle, app)
 
     monkeypatch.setattr(HttpConnection, "_start_asgi_task", start)
+    monkeypatch.setattr(http_connection, "KERNEL_BYTES", 4096)
     with (
         scripted(folder, keys=(FIRST,)) as running,
         held(port_of(running.url), 1, lambda one: one.sendall(WISHES["the page, without a key"]), 2304) as (
@@ -115,11 +116,11 @@ def test_requests_without_a_key_begin_when_the_answers_before_them_are_sent(
         wait_for(lambda: unsent, WAIT_S)
         time.sleep(0.2)
         read = b""
-        while read.count(b"HTTP/1.1 200 ") < PIPELINED or not read.endswith(b"</html>"):
+        while read.count(b"HTTP/1.1 200 ") < MAX_PIPELINED or not read.endswith(b"</html>"):
             read += (part := one.recv(65536))
             assert part, read[-500:]
-        assert read.count(b"</html>") == PIPELINED
-        assert unsent["/"] == [0] * PIPELINED
+        assert read.count(b"</html>") == MAX_PIPELINED
+        assert unsent["/"] == [0] * MAX_PIPELINED
         one.sendall(ask("/version"))
         assert one.recv(65536).startswith(b"HTTP/1.1 200 ")
 

@@ -46,8 +46,9 @@ STALL_TIMEOUT_S = 30.0
 # Seconds that the task which writes the answer has to give it up after a stall.
 STALLED_GRACE_S = 1.0
 MIN_READ_BYTES_PER_S = 4 << 10
-# Most requests on one connection that wait for the answer to an earlier one.
-MAX_PIPELINED = 16
+# Most requests on one connection that wait for the answer to an earlier one. The heads of all that have arrived are
+# parsed at once, before anything else is done.
+MAX_PIPELINED = 4
 # Most bytes of an answer that are buffered per connection, in this process and in the kernel.
 BUFFER_BYTES = 16 << 10
 KERNEL_BYTES = 128 << 10

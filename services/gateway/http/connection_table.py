@@ -1,17 +1,19 @@
 """Tracks all open client connections, and limits their number by the process's file descriptors.
 
-When the table is full, a new connection replaces an old one that waits for its client, in this order:
+When the table is full, a new connection replaces an old one, in this order:
 
     1. the one that has been idle for longest, if that is `FRESH_S` or more, or if more than half of all connections are
        idle. No request is lost
     2. of clients that have shown no key: the one whose client has made no progress for longest
     3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
-    4. the one that has been idle for longest. Its request may be on its way, so it comes last
+    4. of clients that have shown no key: the one that has been answered for longest
+    5. the one that has been idle for longest. Its request may be on its way, so it comes last
 
 A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
 that sends slowly nor one that reads slowly can displace a client that does the other.
 
-Only a connection whose client waits for the gateway is never replaced. Tenants share these: `begin_request`.
+Only a connection with a key whose client waits for the gateway is never replaced. Tenants share these:
+`begin_request`.
 
 Answers that clients have not read share `MAX_UNSENT_BYTES`. Beyond, clients without a key lose theirs first, then those
 of the tenant with the most bytes.
@@ -90,6 +92,8 @@ class ConnectionTable:
         self._idle: dict[EvictableConnection, float] = {}
         # Connections in one of `WAITING_PHASES`, by tenant.
         self._waiting: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
+        # Connections without a tenant that wait for the gateway's answer.
+        self._keyless: dict[EvictableConnection, None] = {}
         # Number of each tenant's connections with an open request, and their sum.
         self.open_by_tenant: Counter[str] = Counter()
         self.num_open = 0
@@ -181,6 +185,8 @@ class ConnectionTable:
             self._idle[connection] = self._clock()
         elif phase in WAITING_PHASES:
             self._waiting[tenant][connection] = None
+        elif tenant is None:
+            self._keyless[connection] = None
         if tenant is not None:
             self.open_by_tenant[tenant] += 1
             self.num_open += 1
@@ -188,6 +194,7 @@ class ConnectionTable:
     def _unlist(self, connection: EvictableConnection, entry: _Entry) -> None:
         """Remove a connection from all lists and counts."""
         self._idle.pop(connection, None)
+        self._keyless.pop(connection, None)
         self._count_unsent(entry, -entry.unsent_bytes)
         if entry.phase in WAITING_PHASES:
             del self._waiting[entry.tenant][connection]
@@ -205,12 +212,15 @@ class ConnectionTable:
             del self.unsent_by_tenant[entry.tenant]
 
     def _make_room(self) -> bool:
-        """Evict a connection that waits for its client, in the order above; False if none does."""
+        """Evict a connection, in the order above; False if there is none."""
         oldest = next(iter(self._idle), None)
-        if self._waiting and (oldest is None or self._is_fresh(oldest)):
-            # Clients without a key go before every tenant.
-            heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
-            oldest = next(iter(self._waiting[heaviest]))
+        if oldest is None or self._is_fresh(oldest):
+            if self._waiting:
+                # Clients without a key go before every tenant.
+                heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
+                oldest = next(iter(self._waiting[heaviest]))
+            else:
+                oldest = next(iter(self._keyless), oldest)
         if oldest is None:
             return False
         self._evict(oldest)

@@ -77,6 +77,7 @@ def test_a_client_that_has_just_come_is_not_replaced_by_the_next_ones() -> None:
     for _ in range(7):
         assert table.add_connection(other := Connection())
         table.set_phase(other, ConnectionPhase.ANSWERING)
+        assert table.begin_request(other, "b", False)
         assert not client.evicted
     # Nobody else waits for its client any more.
     assert table.add_connection(Connection()) and client.evicted
@@ -114,6 +115,7 @@ def test_the_one_without_progress_for_longest_makes_room_whatever_it_does() -> N
         assert not connections[number].evicted
         assert table.add_connection(new := Connection())
         table.set_phase(new, ConnectionPhase.ANSWERING)
+        assert table.begin_request(new, "a", False)
         assert connections[number].evicted
     assert not table.add_connection(Connection())
 
@@ -135,11 +137,18 @@ def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_other
     a = begin(table, "a", ConnectionPhase.BLOCKED, 3) + begin(table, "a", ConnectionPhase.ANSWERING, 2)
     assert table.add_connection(stranger := Connection())
     table.set_phase(stranger, ConnectionPhase.BLOCKED)
-    order = [stranger, *a[:3], *b]
+    order, answered = [stranger, *a[:3], *b], []
     for expected in order:
         assert table.add_connection(new := Connection())
         table.set_phase(new, ConnectionPhase.ANSWERING)
+        answered.append(new)
         assert expected.evicted
+    # Strangers that are answered come next, and nobody else who is.
+    for expected in answered:
+        assert table.add_connection(new := Connection())
+        table.set_phase(new, ConnectionPhase.ANSWERING)
+        assert expected.evicted and not new.evicted
+        assert table.begin_request(new, "b", False)
     assert not any(connection.evicted for connection in a[3:])
     assert not table.add_connection(Connection())
 
@@ -228,8 +237,9 @@ def test_the_table_and_its_counts_agree_whatever_happens(steps: list[tuple[int, 
         assert table.open_by_tenant == Counter(tenants.values())
 
 
-def test_answers_make_no_room() -> None:
-    table, connections = full(ConnectionPhase.ANSWERING, ConnectionPhase.ANSWERING)
+def test_answers_to_a_key_make_no_room() -> None:
+    table = ConnectionTable(2)
+    connections = begin(table, "a", ConnectionPhase.ANSWERING, 2)
     assert not table.add_connection(refused := Connection())
     table.set_phase(refused, ConnectionPhase.SENDING)  # it is not in the table, and does not come in
     assert len(table) == 2 and not any(connection.evicted for connection in connections)

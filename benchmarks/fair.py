@@ -38,7 +38,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -205,8 +204,8 @@ def figures(kind: str, seen: dict[str, Seen]) -> dict[str, Any]:
     """The ratios of one flood, and this machine's times."""
     alone, beside = seen["alone"], seen["beside"]
     fields: dict[str, Any] = {
-        "fair_ratio": round(percentile(beside.ttft_s, 99) / percentile(alone.ttft_s, 99), 2),
-        "median_ratio": round(median(beside.ttft_s) / median(alone.ttft_s), 2),
+        "fair_ratio": ratio(beside.ttft_s, alone.ttft_s, 99),
+        "median_ratio": ratio(beside.ttft_s, alone.ttft_s, 50),
         "quiet_refused": len(alone.failures) + len(beside.failures),
         "quiet_asked": len(alone.ttft_s) + len(beside.ttft_s) + len(alone.failures) + len(beside.failures),
         "flood_answered_per_s": round(beside.flood_answered / beside.flood_s, 1),
@@ -215,8 +214,13 @@ def figures(kind: str, seen: dict[str, Seen]) -> dict[str, Any]:
     }
     for name, one in seen.items():
         for p in (50, 99, 100):
-            fields[f"{name}_p{p}_ms"] = round(1e3 * percentile(one.ttft_s, p), 1)
+            fields[f"{name}_p{p}_ms"] = round(1e3 * percentile(one.ttft_s, p), 1) if one.ttft_s else None
     return fields
+
+
+def ratio(beside: list[float], alone: list[float], p: int) -> float | None:
+    """The percentile of one over that of the other; None if nothing was answered, as beside an urgent flood."""
+    return round(percentile(beside, p) / percentile(alone, p), 2) if beside and alone else None
 
 
 @contextlib.contextmanager
@@ -247,7 +251,7 @@ def main() -> None:
     parser.add_argument("--flood", choices=FLOODS, nargs="+", help="only these")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--flood-from-stdin", action="store_true", help=argparse.SUPPRESS)
-    add_short_form(parser, rounds=1, seconds=15)
+    add_short_form(parser, rounds=1, seconds=15, flood=["plain", "refused"])
     options = parser.parse_args()
     if options.flood_from_stdin:
         return flood_from_stdin()
@@ -257,7 +261,9 @@ def main() -> None:
         kinds = options.flood or list(FLOODS)
         floods = {kind: figures(kind, play(deployment, keys, kind, options)) for kind in kinds}
     counted = [floods[kind] for kind in ("plain", "refused") if kind in floods]
-    fields: dict[str, Any] = {"fair_ratio": max((one["fair_ratio"] for one in counted), default=None)}
+    fields: dict[str, Any] = {"fair_ratio": None}
+    if ratios := [one["fair_ratio"] for one in counted if one["fair_ratio"] is not None]:
+        fields["fair_ratio"] = max(ratios)
     fields["quiet_refused"] = sum(one["quiet_refused"] for one in counted)
     fields |= {"floods": floods, "load_before": round(load, 2)}
     fields |= {name: getattr(options, name) for name in ("rounds", "seconds", "open", "colocated", "seed")}

@@ -62,7 +62,7 @@ PROMPT, ANSWER_TOKENS = "Once upon a time", 400
 LAG, WORK = "diptych:event_loop_lag_seconds_bucket", "diptych:event_loop_work_seconds_bucket"
 LOST = "diptych:workers_lost_total"
 MIB = 1 << 20
-FRIEND, FOE = (secrets.token_urlsafe(24) for _ in range(2))  # API keys
+FRIEND, FOE = (secrets.token_hex(24) for _ in range(2))  # API keys; a command line has one of them
 REFUSED = ("HTTP/1.1 429", "HTTP/1.1 503")
 PAUSE_S = 0.5  # after a refusal
 # The hostile key's share of the disk, and the memory that docker-compose.yml gives the gateway.

@@ -85,6 +85,23 @@ def test_clients_that_read_nothing_or_little_keep_nobody_out(
             assert found.status_code == 200
 
 
+def test_strangers_that_make_room_end_without_an_error(tmp_path: Path) -> None:
+    """Those that are being answered are reset while their answers are made, again and again."""
+    log = tmp_path / "log"
+    with serving(tmp_path, log, api_keys=(FIRST,), max_connections=NUM_CONNECTIONS) as gateway:
+        for _ in range(6):
+            with contextlib.ExitStack() as stack:
+                for _ in range(3 * NUM_CONNECTIONS):
+                    one = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.spec.port)))
+                    with contextlib.suppress(OSError):
+                        one.sendall(WISHES["the page, without a key"])
+            headers = {"authorization": f"Bearer {FIRST}"}
+            found = httpx.get(f"{gateway.url}/v1/models", headers=headers, trust_env=False, timeout=WAIT_S)
+            assert found.status_code == 200
+    lines = log.read_text(encoding="utf-8")
+    assert "is closed: 32 were open" in lines and " ERROR " not in lines
+
+
 @pytest.fixture(params=["asyncio", "uvloop"])
 def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two event loops tell a protocol that its client does not read, each in its own way."""

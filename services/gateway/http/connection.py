@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 from starlette.types import Message, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
@@ -95,6 +95,10 @@ class HttpConnection(HttpToolsProtocol):
     # Whether the next pipelined request waits until the answer before it is sent.
     _next_waits = False
     stalled = False
+    # Whether the connection was reset, so that nobody is there for an answer.
+    aborted = False
+    # The request that is being answered.
+    _answered: RequestResponseCycle | None = None
     stall_s = STALL_TIMEOUT_S
 
     def __init__(self, *arguments: Any, connections: ConnectionTable, **named: Any) -> None:
@@ -192,6 +196,11 @@ class HttpConnection(HttpToolsProtocol):
         """
         self._is_known = self._table.begin_request(self, tenant, has_others)
         return self._is_known
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """A request begins to be answered. uvicorn's `cycle` is the last one that has arrived."""
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """The response is written: the connection is idle, or closes once it is flushed.
@@ -362,6 +371,10 @@ class HttpConnection(HttpToolsProtocol):
             # The kernel then drops its part of the buffered bytes too.
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_RESET)
         self.transport.abort()
+        self.aborted = True
+        if self._answered is not None:
+            # The event loop tells of the end in its next iteration only, and writing fails until then.
+            self._answered.disconnected = True
 
     async def wait_drained(self, high: int = BUFFER_BYTES) -> None:
         """Wait while more than `high` bytes are buffered.

@@ -11,12 +11,17 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.http.connection import CONNECTION_EXTENSION
+
 # Requests that begin in one iteration of the event loop.
 REQUESTS_PER_ITERATION = 8
 
 
 class RequestPacingMiddleware:
-    """ASGI middleware: `REQUESTS_PER_ITERATION` requests begin per iteration of the event loop, in order of arrival."""
+    """ASGI middleware: `REQUESTS_PER_ITERATION` requests begin per iteration of the event loop, in order of arrival.
+
+    A request whose connection is reset before its turn does not begin.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -27,6 +32,9 @@ class RequestPacingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._await_start()
+            connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+            if connection is not None and connection.aborted:
+                return
         await self.app(scope, receive, send)
 
     async def _await_start(self) -> None:

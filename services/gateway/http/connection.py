@@ -215,8 +215,15 @@ class HttpConnection(HttpToolsProtocol):
             if self._is_blocked:
                 self._next_waits = True
                 return
-            self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+            self._begin_pipelined()
+        else:
+            self._complete_response()
+
+    def _begin_pipelined(self) -> None:
+        """Begin the next request of a client without a key: the answer before it is sent."""
+        self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._complete_response()
+        self._table.note_pipelined(self)
 
     def _complete_response(self) -> None:
         """Begin the next pipelined request, if there is one."""
@@ -241,8 +248,7 @@ class HttpConnection(HttpToolsProtocol):
         super().resume_writing()
         if self._next_waits:
             self._next_waits = False
-            self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
-            self._complete_response()
+            self._begin_pipelined()
         self._update_phase()
 
     def timeout_keep_alive_handler(self) -> None:

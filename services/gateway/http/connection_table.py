@@ -6,14 +6,14 @@ When the table is full, a new connection replaces an old one, in this order:
        idle. No request is lost
     2. of clients that have shown no key: the one whose client has made no progress for longest
     3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
-    4. of clients that have shown no key: the one that has been answered for longest
+    4. of clients that have shown no key: the one that got an answer longest ago, and is answered again without a pause
     5. the one that has been idle for longest. Its request may be on its way, so it comes last
 
 A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
 that sends slowly nor one that reads slowly can displace a client that does the other.
 
-Only a connection with a key whose client waits for the gateway is never replaced. Tenants share these:
-`begin_request`.
+No other connection whose client waits for the gateway is replaced: a key may have come with its request, though nobody
+has looked yet. Tenants share these: `begin_request`.
 
 Answers that clients have not read share `MAX_UNSENT_BYTES`. Beyond, clients without a key lose theirs first, then those
 of the tenant with the most bytes.
@@ -92,8 +92,8 @@ class ConnectionTable:
         self._idle: dict[EvictableConnection, float] = {}
         # Connections in one of `WAITING_PHASES`, by tenant.
         self._waiting: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
-        # Connections without a tenant that wait for the gateway's answer.
-        self._keyless: dict[EvictableConnection, None] = {}
+        # Connections without a tenant whose next pipelined request is answered.
+        self._pipelining: dict[EvictableConnection, None] = {}
         # Number of each tenant's connections with an open request, and their sum.
         self.open_by_tenant: Counter[str] = Counter()
         self.num_open = 0
@@ -125,6 +125,11 @@ class ConnectionTable:
         entry = self._entries.get(connection)
         if entry is not None:
             self._replace_entry(connection, entry, entry.phase, entry.tenant)
+
+    def note_pipelined(self, connection: EvictableConnection) -> None:
+        """The next pipelined request of a client without a key begins. Ignored if it is no longer in the table."""
+        if connection in self._entries:
+            self._pipelining.setdefault(connection)
 
     def set_unsent(self, connection: EvictableConnection, num_bytes: int) -> None:
         """A blocked client has so many bytes to read; 0 when it has read them.
@@ -185,8 +190,6 @@ class ConnectionTable:
             self._idle[connection] = self._clock()
         elif phase in WAITING_PHASES:
             self._waiting[tenant][connection] = None
-        elif tenant is None:
-            self._keyless[connection] = None
         if tenant is not None:
             self.open_by_tenant[tenant] += 1
             self.num_open += 1
@@ -194,7 +197,7 @@ class ConnectionTable:
     def _unlist(self, connection: EvictableConnection, entry: _Entry) -> None:
         """Remove a connection from all lists and counts."""
         self._idle.pop(connection, None)
-        self._keyless.pop(connection, None)
+        self._pipelining.pop(connection, None)
         self._count_unsent(entry, -entry.unsent_bytes)
         if entry.phase in WAITING_PHASES:
             del self._waiting[entry.tenant][connection]
@@ -220,7 +223,7 @@ class ConnectionTable:
                 heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
                 oldest = next(iter(self._waiting[heaviest]))
             else:
-                oldest = next(iter(self._keyless), oldest)
+                oldest = next(iter(self._pipelining), oldest)
         if oldest is None:
             return False
         self._evict(oldest)

@@ -143,7 +143,11 @@ def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_other
         table.set_phase(new, ConnectionPhase.ANSWERING)
         answered.append(new)
         assert expected.evicted
-    # Strangers that are answered come next, and nobody else who is.
+    # Nobody knows yet whether a key came with these requests.
+    assert not table.add_connection(Connection())
+    # Strangers come next that are answered again without a pause.
+    for expected in answered:
+        table.note_pipelined(expected)
     for expected in answered:
         assert table.add_connection(new := Connection())
         table.set_phase(new, ConnectionPhase.ANSWERING)

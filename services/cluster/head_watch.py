@@ -16,9 +16,12 @@ HEAD_CHECK_S, HEAD_FAILURES = 5.0, 2
 
 
 async def await_process_end(pid: int) -> None:
-    """Return when the process `pid` has ended. Raises OSError: there is none."""
+    """Return when the process `pid` has ended, at once if there is none."""
     over, loop = asyncio.Event(), asyncio.get_running_loop()
-    descriptor = os.pidfd_open(pid)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     loop.add_reader(descriptor, over.set)
     try:
         await over.wait()

@@ -149,6 +149,18 @@ def stream_body() -> bytes:
 
 
 @pytest.mark.usefixtures("each_loop")
+@pytest.mark.parametrize("end", ["the client leaves", "too much is pipelined"])
+def test_a_request_learns_of_the_end_when_others_are_pipelined_behind_it(folder: Path, end: str) -> None:
+    with scripted(folder, keys=(FIRST,)) as running:
+        with held(port_of(running.url), 1, lambda one: one.sendall(stream_body() + ask("/health"))) as (one,):
+            wait_for(lambda: len(running.script.open) == 1, WAIT_S)
+            if end == "too much is pipelined":
+                one.sendall(ask("/health") * MAX_PIPELINED)
+                wait_for(lambda: running.script.left == 1, WAIT_S)
+        wait_for(lambda: running.script.left == 1, WAIT_S)
+
+
+@pytest.mark.usefixtures("each_loop")
 def test_a_tenant_has_a_share_of_the_connections(folder: Path) -> None:
     """Beyond it a tenant loses a connection that it does not read, or else its request is refused."""
 

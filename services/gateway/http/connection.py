@@ -121,10 +121,14 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(FailureReason.TOO_MANY_CONNECTIONS, "too many connections are open")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection from the table, and stop its timers."""
+        """Remove the connection from the table, stop its timers, and tell the request that is being answered."""
         self._table.remove_connection(self)
         self._disarm_timer()
         self._stop_stall_timer()
+        if (answered := self._answered) is not None:
+            # uvicorn tells the last request that has arrived, which may be a pipelined one.
+            answered.disconnected = answered.disconnected or not answered.response_complete
+            answered.message_event.set()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 

@@ -127,9 +127,13 @@ class ConnectionTable:
             self._replace_entry(connection, entry, entry.phase, entry.tenant)
 
     def note_pipelined(self, connection: EvictableConnection) -> None:
-        """The next pipelined request of a client without a key begins. Ignored if it is no longer in the table."""
+        """The next pipelined request of a client without a key begins. Ignored if it is no longer in the table.
+
+        It stays one that pipelines until a key comes with its request, or until it is idle: whatever else it sends.
+        """
         if connection in self._entries:
-            self._pipelining.setdefault(connection)
+            self._pipelining.pop(connection, None)
+            self._pipelining[connection] = None
 
     def set_unsent(self, connection: EvictableConnection, num_bytes: int) -> None:
         """A blocked client has so many bytes to read; 0 when it has read them.
@@ -159,6 +163,7 @@ class ConnectionTable:
         left for all. So one tenant alone can take half of the table, and there is always room for another. Beyond that
         the tenant loses its own connection whose client has made no progress for longest, if there is one.
         """
+        self._pipelining.pop(connection, None)
         entry = self._entries.get(connection)
         if entry is None or entry.tenant == tenant:
             return True
@@ -178,6 +183,7 @@ class ConnectionTable:
         entry = self._entries.pop(connection, None)
         if entry is not None:
             self._unlist(connection, entry)
+            self._pipelining.pop(connection, None)
 
     def _replace_entry(
         self, connection: EvictableConnection, entry: _Entry, phase: ConnectionPhase, tenant: str | None
@@ -188,6 +194,7 @@ class ConnectionTable:
         self._count_unsent(entry, entry.unsent_bytes)
         if phase is ConnectionPhase.IDLE:
             self._idle[connection] = self._clock()
+            self._pipelining.pop(connection, None)
         elif phase in WAITING_PHASES:
             self._waiting[tenant][connection] = None
         if tenant is not None:
@@ -197,7 +204,6 @@ class ConnectionTable:
     def _unlist(self, connection: EvictableConnection, entry: _Entry) -> None:
         """Remove a connection from all lists and counts."""
         self._idle.pop(connection, None)
-        self._pipelining.pop(connection, None)
         self._count_unsent(entry, -entry.unsent_bytes)
         if entry.phase in WAITING_PHASES:
             del self._waiting[entry.tenant][connection]

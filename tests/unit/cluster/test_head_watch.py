@@ -42,5 +42,7 @@ def test_the_end_of_a_process_is_waited_for() -> None:
             assert not ended.done()
             process.communicate()
             await ended
+        # It has been waited for, so there is none.
+        await head_watch.await_process_end(process.pid)
 
     asyncio.run(story())

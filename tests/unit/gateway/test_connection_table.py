@@ -145,15 +145,22 @@ def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_other
         assert expected.evicted
     # Nobody knows yet whether a key came with these requests.
     assert not table.add_connection(Connection())
-    # Strangers come next that are answered again without a pause.
-    for expected in answered:
+    # Strangers come next that are answered again without a pause, even if they go on sending; the one first whose last
+    # answer is the oldest.
+    for expected in [answered[-1], *answered]:
         table.note_pipelined(expected)
+    for expected in answered:
+        table.set_phase(expected, ConnectionPhase.SENDING)
+        table.set_phase(expected, ConnectionPhase.ANSWERING)
     for expected in answered:
         assert table.add_connection(new := Connection())
         table.set_phase(new, ConnectionPhase.ANSWERING)
         assert expected.evicted and not new.evicted
         assert table.begin_request(new, "b", False)
     assert not any(connection.evicted for connection in a[3:])
+    # A key that comes with a later request counts, also if an earlier one had it.
+    table.note_pipelined(a[3])
+    assert table.begin_request(a[3], "a", False)
     assert not table.add_connection(Connection())
 
 

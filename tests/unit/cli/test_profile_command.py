@@ -57,7 +57,7 @@ def test_each_class_of_a_list_is_measured_raw_first(
     @contextlib.contextmanager
     def start(pools: PoolSizes, model: str = "", options: Sequence[str] = ()) -> Iterator[Any]:
         assert list(options) == ["--kv-cache-codec", codecs]
-        yield SimpleNamespace(target=SimpleNamespace(max_model_len=1024))
+        yield SimpleNamespace(server=SimpleNamespace(max_model_len=1024))
 
     def measure(*arguments: Any) -> NoReturn:
         asked.append(arguments[-2])
@@ -92,7 +92,7 @@ def test_eviction_is_measured_beside_whole_kv(tmp_path: Path, monkeypatch: pytes
         option, codec = options
         assert option == "--kv-cache-codec"
         status = {"kv_keep": {"classes": ["raw"] if codec == "raw" else []}}
-        yield SimpleNamespace(target=SimpleNamespace(max_model_len=1024), get_status=lambda: status)
+        yield SimpleNamespace(server=SimpleNamespace(max_model_len=1024), get_status=lambda: status)
 
     def measure(*arguments: Any) -> NoReturn:
         assert arguments[-2:] == ([], 0.95)

@@ -22,7 +22,9 @@ from services.gateway.http.connection import MAX_PIPELINED
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Sockets of `unread_answers`, and how long each lives.
 UNREAD_SOCKETS, UNREAD_S = 400, 6.0
+# As many requests at a time as may be pipelined; so many times that the answers are more than the kernel takes.
 UNREAD_REQUESTS = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * MAX_PIPELINED
+UNREAD_BURSTS, UNREAD_PAUSE_S = 4, 0.5
 SLOW_READERS, SLOW_PIECE, SLOW_PAUSE_S = 13, 4096, 1.0
 LINE_BYTES = (8 << 20) - 4096
 ANSWER_S = 120.0
@@ -63,7 +65,9 @@ async def unread_answers(target: HostileTarget) -> None:
             try:
                 async with asyncio.timeout(UNREAD_S):
                     await loop.sock_connect(connection, ("127.0.0.1", target.port))
-                    await loop.sock_sendall(connection, UNREAD_REQUESTS)
+                    for _ in range(UNREAD_BURSTS):
+                        await loop.sock_sendall(connection, UNREAD_REQUESTS)
+                        await asyncio.sleep(UNREAD_PAUSE_S)
                     await asyncio.sleep(UNREAD_S)
             except OSError as error:
                 # TimeoutError is one: the socket has lived for its time.

@@ -167,10 +167,7 @@ class Generation:
 
     def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
         """Cancel all sequences that still run, because no client reads them. Idempotent; the first `ending` counts."""
-        running = [stream.request for stream in self.streams if stream.close(ending)]
-        self.metrics.cancelled.inc(len(running))
-        if running:
-            self.backend.cancel_request(*running)
+        self.metrics.cancelled.inc(self._close_sequences(ending))
 
     @property
     def done(self) -> bool:
@@ -252,10 +249,15 @@ class Generation:
         """Fail the whole request with `error`, and cancel all sequences that still run. The first error counts."""
         if self.failure is None:
             self.failure = failure
-            running = [stream.request for stream in self.streams if stream.close(Ending.FAILED, failure)]
-            if running:
-                self.backend.cancel_request(*running)
+            self._close_sequences(Ending.FAILED, failure)
             self.notify_writer()
+
+    def _close_sequences(self, ending: Ending, failure: RequestFailure | None = None) -> int:
+        """Report how the sequences ended, and cancel all that still run at once; returns how many these were."""
+        running = [stream.request for stream in self.streams if stream.close(ending, failure)]
+        if running:
+            self.backend.cancel_request(*running)
+        return len(running)
 
     def mark_completed(self) -> None:
         """Record that the last byte was handed to the connection."""

@@ -97,7 +97,7 @@ class HttpConnection(HttpToolsProtocol):
     stalled = False
     # Whether the connection was reset, so that nobody is there for an answer.
     aborted = False
-    # The request that is being answered.
+    # The request whose answer began last.
     _answered: RequestResponseCycle | None = None
     stall_s = STALL_TIMEOUT_S
 

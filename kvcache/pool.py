@@ -38,9 +38,7 @@ class KvPool(SlabLedger):
             )
         self.layout = layout
         self.memory = memory.cast("B")
-        dtype: torch.dtype = torch.uint8 if layout.codec else getattr(torch, layout.dtype)
-        coded = (layout.layers, layout.pages_per_layer, layout.page_bytes)
-        shape = coded if layout.codec else layout.chunk_shape
+        shape, dtype = slab_shape(layout)
         self.data = torch.frombuffer(self.memory, dtype=dtype).view(num_slabs, *shape)
 
     def slab_bytes(self, slab: int) -> memoryview:
@@ -49,6 +47,13 @@ class KvPool(SlabLedger):
         if not 0 <= place < self.num_slabs:
             raise ValueError(f"there is no slab {slab} in a pool of {self.num_slabs}")
         return self.memory[place * size : (place + 1) * size]
+
+
+def slab_shape(layout: KvLayout) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of the tensor of one slab."""
+    if layout.codec:
+        return (layout.layers, layout.pages_per_layer, layout.page_bytes), torch.uint8
+    return layout.chunk_shape, getattr(torch, layout.dtype)
 
 
 def find_pool(pools: Sequence[KvPool], slabs: Sequence[int]) -> int:

@@ -37,6 +37,7 @@ from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard
 from kvcache.page_codecs import build_page_codecs
+from kvcache.pool import slab_shape
 
 # Numbers to which the number of shared items is padded. A step with more items is launched without a graph.
 PADDED_ITEMS = (0, 64, 512)
@@ -330,10 +331,3 @@ class GpuModelRunner:
                 return None
             following.append(StepWork([0], end, work.slabs[:chunks], "last"))
         return self._pack_step(following, sinks)
-
-
-def slab_shape(layout: KvLayout) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of one slab of a pool on a device."""
-    if layout.codec:
-        return (layout.layers, layout.pages_per_layer, layout.page_bytes), torch.uint8
-    return layout.chunk_shape, getattr(torch, layout.dtype)

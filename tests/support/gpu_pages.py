@@ -15,7 +15,6 @@ from engine.batching.batch import pack_batch
 from engine.gpu.attention import GpuAttention
 from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.launch import LaunchTuning
-from engine.gpu.model_runner import slab_shape
 from engine.model.architecture import ModelConfig, RopeConfig
 from engine.step_work import StepWork
 from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
@@ -25,6 +24,7 @@ from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec, PageShape
 from kvcache.codecs.registry import build_codec
 from kvcache.layout import KvLayout
+from kvcache.pool import slab_shape
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336,

@@ -17,10 +17,11 @@ from tests.containers.debian import ROOT, Downloads, Unavailable
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 BASE_IMAGE = "python:3.11-slim-bookworm"
 START_S, STOP_S = 60.0, 60.0
-# Images that stand in for those of compose's monitoring profile: name, program, folder that it writes.
+# Images that stand in for those of compose's monitoring profile: name, program, folder that it writes. Debian's
+# Alertmanager writes below /var/lib where the image of its makers writes its working folder.
 STAND_INS = (
     ("prom/prometheus:v2.55.1", "prometheus", "/prometheus"),
-    ("prom/alertmanager:v0.27.0", "prometheus-alertmanager", "/alertmanager"),
+    ("prom/alertmanager:v0.27.0", "prometheus-alertmanager", "/var/lib/prometheus/alertmanager"),
 )
 # Debian's Alertmanager does not hold its templates: it reads them from here, and ends without them.
 TEMPLATES = "usr/share/prometheus/alertmanager"

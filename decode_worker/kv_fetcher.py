@@ -33,7 +33,7 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.pipelined_pull import PipelinedPull
 from kvtransfer.ticket import StagingHint, Ticket
-from kvtransfer.transports.links import TransportLinks, TransportNotOpen
+from kvtransfer.transports.links import KvLinks, TransportNotOpen
 from worker.task_thread import TaskThread
 
 # Hints of one request that are not processed yet; the oldest are dropped.
@@ -95,7 +95,7 @@ class KvFetcher:
 
     def __init__(
         self,
-        links: TransportLinks,
+        links: KvLinks,
         send: Callable[[ToGateway], None],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

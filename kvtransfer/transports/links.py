@@ -12,7 +12,7 @@ from typing import Protocol
 from diptych.errors import ConfigError, StaleTicket, TransferError
 from kvcache.layout import Shard
 from kvtransfer.cooperative import CoopPuller, CoopTask, run_to_end
-from kvtransfer.digests import STREAM_HASHERS
+from kvtransfer.digests import STREAM_HASHERS, PayloadHasher
 from kvtransfer.pipelined_pull import SourceConnection
 from kvtransfer.resharding import ArenaSpan, ShardedPool
 from kvtransfer.shared_memory import SharedMemory
@@ -174,6 +174,36 @@ class TransportNotOpen(TransferError):
     def __init__(self, worker: str, why: str, transport: str) -> None:
         super().__init__(f"no transport reaches {worker} yet", why)
         self.transport = transport
+
+
+class KvLinks(Protocol):
+    """The links of one decode worker, as its fetcher uses them. `TransportLinks` documents each method."""
+
+    @property
+    def hasher(self) -> Callable[[], PayloadHasher]:
+        """Makes the payload hash of a chunk."""
+
+    def link_task(
+        self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]
+    ) -> CoopTask[MeasuredRoute]:
+        """Link to a life of a worker, over the first transport that works. Raises TransferError."""
+
+    def route_to(self, worker: str) -> MeasuredRoute | None:
+        """The transport that reaches `worker`; None if there is no link."""
+
+    def connection_to(self, worker: str, incarnation: str) -> SourceConnection:
+        """The connection to this life of a worker. Raises StaleTicket without a link."""
+
+    def pull_task(
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: Callable[[], bool] | None = None
+    ) -> CoopTask[list[bytes]]:
+        """Pull slabs that `ticket` offers; returns the payload hash of each copy. Raises TransferError."""
+
+    def unlink_worker(self, worker: str, incarnation: str | None = None) -> None:
+        """Drop the link to a worker. Idempotent."""
+
+    def close(self) -> None:
+        """Drop all links and close all transports."""
 
 
 class TransportLinks:

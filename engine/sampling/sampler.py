@@ -46,19 +46,19 @@ COST_DECAY = 0.9
 # top_p sorts this many of the largest logits first. If they do not suffice, which is rare, it sorts all.
 TOP_P_PRESORT = 1024
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 _MASK = (1 << 64) - 1
 
 
 def noise_start(seed: int, index: int) -> int:
     """The 64-bit start value of the noise for output token `index` of a request with this seed."""
-    return _mix_bits((_mix_bits(seed & _MASK) + _GOLDEN * (index + 1)) & _MASK)
+    return _mix_bits((_mix_bits(seed & _MASK) + GOLDEN * (index + 1)) & _MASK)
 
 
 def _mix_bits(z: int) -> int:
     """splitmix64's finaliser, a hash of 64 bits."""
-    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
+    z = ((z ^ (z >> 30)) * MIX1) & _MASK
+    z = ((z ^ (z >> 27)) * MIX2) & _MASK
     return z ^ (z >> 31)
 
 
@@ -120,8 +120,13 @@ class SamplerRow:
     @property
     def special(self) -> bool:
         """Whether the logits of the next token have to be modified, beyond the temperature."""
+        return self.filtered or self.edited
+
+    @property
+    def edited(self) -> bool:
+        """Whether the logits of the next token have to be modified, beyond temperature, min_p, top_k and top_p."""
         early = self.index < self.sampling.min_tokens and len(self.stops) > 0
-        return bool(early or self.filtered or self._match or self.counts is not None or len(self.biased))
+        return bool(early or self._match or self.counts is not None or len(self.biased))
 
     def push(self, token: int) -> None:
         """Record the chosen token. Raises GrammarError if it does not fit the grammar."""
@@ -266,7 +271,7 @@ class Sampler:
 
         A row that cannot be sampled gets an exception instead of a token.
         """
-        raw = _stack_logits(logits)
+        raw: Floats = stack_logits(logits).cpu().numpy()
         special = [place for place, row in enumerate(rows) if row.special]
         errors: dict[int, Exception] = {}
         shaped = raw.copy() if special else raw
@@ -291,8 +296,10 @@ class Sampler:
         return _score_rows(logits.detach().cpu().numpy(), tokens, top)
 
 
-def _stack_logits(parts: Sequence[torch.Tensor]) -> Floats:
-    """Combine rows of `[1, vocab]` to [rows, vocab]: a view if they are adjacent in memory, else a copy."""
+def stack_logits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Combine rows of `[1, vocab]` to [rows, vocab], where they are: a view if they are adjacent in memory, else a
+    copy.
+    """
     first = parts[0].detach()
     vocab, begin = first.shape[1], first.data_ptr()
     stride, end = (
@@ -303,8 +310,7 @@ def _stack_logits(parts: Sequence[torch.Tensor]) -> Floats:
     apart = [part.data_ptr() for part in parts] != behind or end > first.untyped_storage().nbytes()
     if apart or not first.is_contiguous():
         first = torch.cat([part.detach() for part in parts])
-    whole: Floats = first.as_strided((len(parts), vocab), (vocab, 1)).cpu().numpy()
-    return whole
+    return first.as_strided((len(parts), vocab), (vocab, 1))
 
 
 def _choose_tokens(logits: Floats, rows: Sequence[SamplerRow]) -> list[int]:
@@ -369,7 +375,7 @@ def _draw_rows(logits: Any, heat: Any, starts: Any, tokens: Any) -> None:
     A row gets -1 if it has a NaN or +inf, or nothing above -inf. Scalar operations in the order of ids, so that a row's
     result does not depend on its place in the batch.
     """
-    golden, mix1, mix2 = np.uint64(_GOLDEN), np.uint64(_MIX1), np.uint64(_MIX2)
+    golden, mix1, mix2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
     for row in range(logits.shape[0]):
         best, chosen, sound, z = -np.inf, -1, True, starts[row]
         for token in range(logits.shape[1]):

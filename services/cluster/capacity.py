@@ -83,6 +83,12 @@ def min_cpus(bundle_groups: Sequence[Sequence[Bundle]]) -> float:
     return min(bundle.demand["CPU"] for bundles in bundle_groups for bundle in bundles)
 
 
+def max_sharing(bundle_groups: Sequence[Sequence[Bundle]]) -> int:
+    """The most workers that Ray may place on one GPU; 1 where each has GPUs of its own, or none."""
+    amounts = [bundle.demand.get("GPU", 1.0) for bundles in bundle_groups for bundle in bundles]
+    return max(1, _ray_steps(1.0) // max(1, _ray_steps(min(amounts))))
+
+
 def has_room(bundle_groups: Sequence[Sequence[Bundle]], nodes: Sequence[NodeCapacity]) -> bool:
     """Whether `place_groups` finds a node for each group now; the nodes are left as they are."""
     try:

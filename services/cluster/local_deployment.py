@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -146,9 +147,15 @@ class LocalDeployment:
         self._check_budget(role, devices)
         name = f"{role}-{self._started_count[role]}"
         self._started_count[role] += 1
-        self._local_ray.groups.reserve_bundle(Bundle(name, devices))
+        self._local_ray.groups.reserve_bundle(replace(self._bundle_of(like.worker), worker=name))
         self._launch_worker(msgspec.structs.replace(like, worker=name, core=self._pick_core(like)))
         return name
+
+    def _bundle_of(self, worker: str) -> Bundle:
+        """What a worker that was there from the start takes."""
+        return next(
+            bundle for bundle in chain.from_iterable(self._spec.node_groups) if bundle.worker == worker
+        )
 
     def _check_budget(self, role: str, devices: int) -> None:
         """Raises StartError if so many more devices may not be held, or Ray is lost."""

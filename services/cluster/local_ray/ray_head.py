@@ -128,11 +128,12 @@ class PlacementGroups:
 class LocalRay:
     """The Ray head of one deployment on this machine."""
 
-    def __init__(self, folder: Path, devices: int) -> None:
+    def __init__(self, folder: Path, devices: int, gpus: int = 0) -> None:
         """`folder` is for Ray's sockets and logs; its path must be short, since a socket's path has at most 107
-        characters. `devices` is the most that workers may ever hold; Ray places no more.
+        characters. `devices` is the most that workers may ever hold, `gpus` the GPUs among which Ray divides them; Ray
+        places no more.
         """
-        self._folder, self._devices = folder, devices
+        self._folder, self._devices, self._gpus = folder, devices, gpus
         self.groups = PlacementGroups()
         self.address = ""
 
@@ -150,7 +151,7 @@ class LocalRay:
                 context = ray.init(
                     address="local",
                     num_cpus=self._devices,
-                    num_gpus=0,
+                    num_gpus=self._gpus,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     log_to_driver=False,

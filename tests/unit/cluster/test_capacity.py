@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.errors import StartError
-from services.cluster.capacity import NodeCapacity, count_devices, min_cpus, place_groups
+from services.cluster.capacity import NodeCapacity, count_devices, max_sharing, min_cpus, place_groups
 from services.cluster.spec import Bundle
 
 CPU_1 = (("CPU", 1.0),)
@@ -87,3 +87,10 @@ def test_the_smallest_worker_decides_how_many_share_a_node() -> None:
     half = Bundle("decode-0", resources=(("CPU", 0.5), ("fast", 1.0)))
     assert min_cpus([(Bundle("prefill-0", 2),), (half,)]) == 0.5
     assert min_cpus(singles("prefill-0", "decode-0")) == 1.0
+
+
+def test_the_smallest_share_of_a_gpu_decides_how_many_share_one() -> None:
+    third = Bundle("decode-0", resources=(("CPU", 1.0), ("GPU", 0.3333)))
+    assert max_sharing([(Bundle("prefill-0", resources=(("GPU", 0.5),)),), (third,)]) == 3
+    assert max_sharing([(Bundle("prefill-0", resources=(("GPU", 2.0),)),)]) == 1
+    assert max_sharing(singles("decode-0")) == 1

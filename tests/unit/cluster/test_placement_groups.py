@@ -143,3 +143,17 @@ def test_replicas_are_started_like_the_first_within_the_budget_and_given_back(
         await end_watchers(deployment)
 
     asyncio.run(story())
+
+
+def test_a_replica_takes_as_much_of_a_gpu_as_the_first_one(ray: Ray, tmp_path: Path) -> None:
+    half = (("CPU", 1.0), ("GPU", 0.5))
+    groups = [(Bundle(name, resources=half),) for name in ("prefill-0", "decode-0")]
+    deployment = made_deployment(tmp_path, *groups, budget=4)
+
+    async def story() -> None:
+        await deployment.start_workers(cast(LocalRay, Machine()))
+        await deployment.start_worker("decode")
+        assert ray.made == [[{"CPU": 1.0, "GPU": 0.5}]] * 3
+        await end_watchers(deployment)
+
+    asyncio.run(story())

@@ -11,6 +11,7 @@ EXTRAS = {
     "plan": ("scipy", "matplotlib"),
     "dashboards": ("grafana_foundation_sdk",),
     "otel": ("opentelemetry.proto",),
+    "gpu": ("pynvml",),
 }
 
 

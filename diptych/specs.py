@@ -12,6 +12,13 @@ from diptych.chunks import DEFAULT_KV_BUDGET_PCT
 from diptych.messages import SILENCE_S
 from diptych.slo import DEFAULT_ATTAINMENT, Slo, read_slo
 
+# A device for tests: all that a GPU worker does, on the tensors of the CPU.
+EMULATED = "emulated"
+# The devices whose memory is not the host's.
+GPU_DEVICES = ("cuda", EMULATED)
+# The share of a GPU's memory that its workers take together; vLLM's default too.
+DEFAULT_UTILIZATION = 0.9
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one worker process; it reads no other configuration."""
@@ -26,11 +33,20 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str
     revision: str | None = None
     dtype: str = "auto"  # "auto" | "float32" | "float16" | "bfloat16"
-    device: str = "auto"  # "auto" | "cpu" | "cuda"
+    device: str = "auto"  # "auto" | "cpu", or one of `GPU_DEVICES`
     # Most tokens of prompt and answer together; None means the model's own limit.
     max_model_len: int | None = None
     # Size of the KV pool in bytes.
     kv_bytes: int = 256 << 20
+    # Whether the user has set `kv_bytes`. If not, a worker on a GPU takes what is left of its share of the memory.
+    kv_bytes_asked: bool = False
+    # Of a worker on a GPU: the share of its memory that all workers there may take, and how many they are.
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
+    gpu_workers: int = 1
+    # Of an emulated device: the memory that it pretends to have.
+    emulated_bytes: int = 0
+    # Of a worker on a GPU: the host memory through which KV is handed over.
+    transfer_buffer_bytes: int = 0
     max_num_seqs: int = 64
     # Most tokens of one engine step, over all requests.
     max_num_batched_tokens: int = 512

@@ -128,8 +128,8 @@ def find_device(name: str, *own: Device) -> Device:
     Raises:
         ConfigError: the device is not known; the error lists the known ones.
     """
-    known = DEVICES | {_normalize_name(one.name): one for one in own}
-    found = known.get(_normalize_name(name))
+    known = DEVICES | {normalize_name(one.name): one for one in own}
+    found = known.get(normalize_name(name))
     if found is None:
         raise ConfigError(
             f"the device {name!r} is not known",
@@ -139,7 +139,7 @@ def find_device(name: str, *own: Device) -> Device:
     return found
 
 
-def _normalize_name(name: str) -> str:
+def normalize_name(name: str) -> str:
     """The name in the form that keys of `DEVICES` have: lower case, dashes, no maker, aliases resolved."""
     plain = (
         name.strip()

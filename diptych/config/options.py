@@ -35,6 +35,7 @@ from diptych.config.values import (
     whole_number,
 )
 from diptych.logs.log_format import LOG_FORMATS
+from diptych.specs import DEFAULT_UTILIZATION, EMULATED
 
 ALL_COMMANDS = ("serve", "worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
@@ -90,9 +91,9 @@ class Config(BaseSettings):
     dtype: Annotated[str, one_of("auto", *DTYPES), Listing(MODEL, WORKER_COMMANDS)] = Field(
         default="auto", description="Weights and KV (on CPU float32)"
     )
-    device: Annotated[str, one_of("auto", "cpu", "cuda"), Listing(MODEL, WORKER_COMMANDS)] = Field(
-        default="auto", description="Where to compute"
-    )
+    device: Annotated[
+        str, one_of("auto", "cpu", "cuda", hidden=EMULATED), Listing(MODEL, WORKER_COMMANDS)
+    ] = Field(default="auto", description="Where to compute")
     max_model_len: Annotated[PositiveCount | None, Listing(MODEL, ALL_COMMANDS, shown="the model's")] = Field(
         default=None, description="Longest prompt plus answer, in tokens"
     )
@@ -205,6 +206,12 @@ class Config(BaseSettings):
     kv_cache_memory_bytes: Annotated[
         ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="by model and memory")
     ] = Field(default=None, description="KV pool of each worker, e.g. 2GiB")
+    gpu_memory_utilization: Annotated[
+        Annotated[float, share(with_one=True)], Listing(ENGINE, WORKER_COMMANDS, rare=True)
+    ] = Field(default=DEFAULT_UTILIZATION, description="Share of a GPU that its workers take together")
+    transfer_buffer_bytes: Annotated[
+        ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="by model and memory", rare=True)
+    ] = Field(default=None, description="Host memory for the KV that a GPU worker hands over")
     kv_cache_codec: Annotated[str, text("CODEC"), Listing(ENGINE, WORKER_COMMANDS)] = Field(
         default="raw", description="How KV is stored: tq4, raw:0.5,nuq4-1%, or auto"
     )

@@ -324,13 +324,14 @@ def _parse_path(value: Any) -> Path:
         raise ValueError("names the home folder of a user who is not there") from None
 
 
-def one_of(*choices: str) -> ValueKind:
-    """One of `choices`, written exactly like that."""
-    return ValueKind(
-        "|".join(choices),
-        lambda value: _parse_choice(_parse_text(value), choices),
-        {"enum": list(choices)},
-    )
+def one_of(*choices: str, hidden: str = "") -> ValueKind:
+    """One of `choices`, written exactly like that; or `hidden`, which is shown nowhere."""
+
+    def read(value: Any) -> str:
+        text = _parse_text(value)
+        return text if hidden and text == hidden else _parse_choice(text, choices)
+
+    return ValueKind("|".join(choices), read, {"enum": list(choices)})
 
 
 def some_of(*choices: str) -> ValueKind:

@@ -40,6 +40,7 @@ from services.cluster.node_probe import describe_node, name_deployment, node_err
 from services.cluster.sealed_keys import open_keys
 from services.host.child_environment import child_environment
 from services.host.core_claims import CoreClaim
+from services.host.gpu_probe import GpuShare
 from services.host.held_memory import WORKER_OF
 from services.host.network import UCX_DEVICES, ucx_listen_environment
 from services.host.supervision.supervisor import ChildStatus, ErrorReport, Supervisor
@@ -101,6 +102,7 @@ class FoundModel(msgspec.Struct, frozen=True):
     max_model_len: int
     kv_bytes: int
     kv_cache_codec: str = ""
+    gpu: GpuShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +243,16 @@ class NodeWorker:
             return
         load_worker_keys(keys_dir)
         load_transfer_key(keys_dir)
+        gpu = found.gpu or GpuShare(1, 0)
         spec = msgspec.structs.replace(
             order.spec,
             keys_dir=keys_dir,
             model=found.path,
             max_model_len=found.max_model_len,
             kv_bytes=found.kv_bytes,
+            gpu_workers=gpu.workers,
+            emulated_bytes=gpu.emulated_bytes,
+            transfer_buffer_bytes=gpu.buffer_bytes,
             kv_cache_codec=found.kv_cache_codec or order.spec.kv_cache_codec,
             host=self._address,
             core=self._take_core(),

@@ -17,6 +17,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
+from diptych.specs import GPU_DEVICES
 from engine.model.checkpoint import (
     CHECKPOINT_FILES,
     DESCRIPTION_FILES,
@@ -45,6 +46,7 @@ from engine.sequence import num_chunks
 from kvcache.class_shares import split_auto
 from kvcache.layout import KvLayout
 from services.host.child_environment import child_environment
+from services.host.gpu_probe import GpuRequest, GpuShare, plan_on_gpu
 from services.host.held_memory import held_memory
 from services.host.supervision.supervisor import ErrorReport
 
@@ -80,6 +82,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     weights: bool = False
     # The memory that workers of this deployment hold on this machine is shared anew (`held_memory.WORKER_OF`).
     deployment: str = ""
+    # For workers on GPUs; None: they compute on the CPU.
+    gpu: GpuRequest | None = None
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -96,6 +100,8 @@ class ProbedModel(msgspec.Struct, frozen=True):
     # Canonical ids of the codecs of KV, with shares if there are several; empty without one. A worker that finds
     # another calibration later is refused.
     kv_cache_codec: str = ""
+    # What each worker on a GPU gets; None of workers on the CPU.
+    gpu: GpuShare | None = None
 
 
 class ProbeReply(msgspec.Struct, frozen=True):
@@ -123,6 +129,8 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
     _check_splits(probe, checkpoint, classes)
     _check_eviction(probe, checkpoint)
     available = _memory_share(probe)
+    if probe.gpu is not None:
+        return _probe_on_gpu(probe, probe.gpu, checkpoint, classes, available)
     memory = checkpoint.memory(
         max_model_len=probe.max_model_len,
         kv_bytes=probe.kv_bytes,
@@ -141,6 +149,13 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
     for layout, slabs, share in zip(layouts, counts, shares, strict=True):
         _check_evicting_pool(probe, memory, layout, slabs, share)
     _check_swap_space(probe, memory, available)
+    return _describe_model(checkpoint, memory, format_kv_classes(classes, codecs))
+
+
+def _describe_model(
+    checkpoint: Checkpoint, memory: MemoryPlan, codecs: str, gpu: GpuShare | None = None
+) -> ProbedModel:
+    """The answer for a model that fits, with the canonical ids of its codecs."""
     config = checkpoint.config
     # A tied table counts twice in `parameters`.
     again = config.vocab * config.hidden if config.tied else 0
@@ -156,8 +171,32 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
         memory.max_model_len,
         memory.kv_bytes,
         config.layers,
-        format_kv_classes(classes, codecs),
+        codecs,
+        gpu,
     )
+
+
+def _probe_on_gpu(
+    probe: ProbeRequest,
+    ask: GpuRequest,
+    checkpoint: Checkpoint,
+    classes: tuple[KvClassChoice, ...],
+    available: int,
+) -> ProbedModel:
+    """The answer for workers on GPUs; `available` bytes of the host are a worker's. Raises as `probe_model` does."""
+    memory, share = plan_on_gpu(
+        ask,
+        checkpoint,
+        classes[0].codec,
+        max_model_len=probe.max_model_len,
+        kv_bytes=probe.kv_bytes,
+        step_tokens=probe.step_tokens,
+        step_rows=probe.step_rows,
+        num_workers=probe.num_workers,
+        host_bytes=available,
+        swap_bytes=probe.swap_bytes,
+    )
+    return _describe_model(checkpoint, memory, classes[0].codec, share)
 
 
 def _memory_share(probe: ProbeRequest) -> int:
@@ -308,6 +347,17 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         config.kv_quality_budget,
         config.kv_keep,
         weights=config.bulk > 0,
+        gpu=_gpu_request(config) if config.device in GPU_DEVICES else None,
+    )
+
+
+def _gpu_request(config: Config) -> GpuRequest:
+    """The part of the question that is about GPUs."""
+    return GpuRequest(
+        config.device,
+        config.dtype,
+        config.gpu_memory_utilization,
+        buffer_bytes=config.transfer_buffer_bytes,
     )
 
 

@@ -33,6 +33,7 @@ from services.cli.serve.settings_flags import bind_settings
 from services.cli.serve.specs import deployment_spec, num_probed
 from services.cluster.spec import DeploymentSpec
 from services.host.child_environment import child_environment, ucx_on_loopback
+from services.host.device_settings import apply_device
 from services.host.model_probe import resolve_model
 from services.host.ports import claim_port
 from services.host.supervision.supervisor import Supervisor
@@ -207,7 +208,7 @@ def _loaded(arguments: Sequence[str]) -> LoadedConfig:
 
 
 def _plan(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
-    loaded = _loaded(arguments)
+    loaded = apply_device(_loaded(arguments))
     model = asyncio.run(resolve_model(loaded.config, num_probed(loaded.config)))
     channel, port = claim_port("127.0.0.1", 0), claim_port("127.0.0.1", 0)
     accepted = collect_api_keys(loaded)

@@ -102,7 +102,7 @@ def test_prefill_ranks_without_prefill_workers() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    assert "there is no device 'cuda' here" in refused("tiny", "--device", "cuda")
+    assert "there is no device 'cuda' here" in refused("tiny", "--device", "cuda", status=2)
 
 
 # ---- pools of different models

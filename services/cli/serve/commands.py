@@ -14,6 +14,7 @@ from typing import Any
 from diptych.config.load import LoadedConfig, check_slo_target
 from services.cli.serve.settings_flags import bind_settings
 from services.host.child_environment import prepare_joined_environment, prepare_ray_environment
+from services.host.device_settings import apply_device
 from services.host.supervision.process_guard import run_guarded, run_guarded_with_folder
 
 
@@ -24,6 +25,7 @@ def _lazy_function(module: str, name: str) -> Callable[..., Any]:
 
 def _run_serve(loaded: LoadedConfig) -> int:
     settled, answer = _lazy_function("from_plan", "apply_plan")(loaded)
+    settled = apply_device(settled)
     check_slo_target(settled)
     _lazy_function("offload_plan", "check_bulk_settings")(settled)
     _lazy_function("replan_checks", "check_replan_settings")(settled)
@@ -40,7 +42,7 @@ def _run_serve(loaded: LoadedConfig) -> int:
 
 
 def _run_worker(loaded: LoadedConfig) -> int:
-    return run_guarded(lambda: int(_lazy_function("standalone", "run_worker")(loaded)))
+    return run_guarded(lambda: int(_lazy_function("standalone", "run_worker")(apply_device(loaded))))
 
 
 def _run_gateway(loaded: LoadedConfig) -> int:

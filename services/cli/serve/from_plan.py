@@ -19,12 +19,13 @@ from diptych.slo import strictest_slo
 from planner.costs.kv.classes import same_classes
 from planner.costs.model import EMBEDDED_NAMES as PLANNED_EMBEDDED
 from planner.costs.model import find_model
-from planner.hardware import unserved_devices
+from planner.hardware import normalize_name, unserved_devices
 from planner.placement.candidates import deployed_placement, local_prefill_mode
 from planner.placement.packing import device_groups
 from planner.placement.plan_file import PlanFile, load_plan
 from planner.types import BOTH, DECODE, PREFILL, Placement
 from services.cluster.spec import Bundle
+from services.host.gpus import find_gpus
 from services.host.model_probe import EMBEDDED_MODEL, ProbedModel
 
 POOL_SETTINGS = ("prefill", "decode", "colocated", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
@@ -48,7 +49,7 @@ def apply_plan(loaded: LoadedConfig) -> tuple[LoadedConfig, PlanFile | None]:
             "leave out one of them",
         )
     _check_device_kind(plan, loaded.config)
-    if loaded.config.ray_address is None:
+    if loaded.config.ray_address is None and loaded.config.device != "cuda":
         _check_cores(plan)
     given = _pool_settings(plan) | {"model": _planned_model(loaded, plan)} | _slo_settings(loaded, plan)
     given |= _verified_settings(loaded, plan)
@@ -144,9 +145,11 @@ def _split_settings(name: str, placement: Placement, *roles: str) -> dict[str, i
 
 
 def _check_device_kind(plan: PlanFile, config: Config) -> None:
-    """Raises ConfigError if the plan is for other devices than workers compute on, which are CPU cores."""
+    """Raises ConfigError if the plan is for other devices than workers compute on: CPU cores, unless it is said."""
+    if config.device == "cuda":
+        return _check_gpus(plan, config)
     other = unserved_devices(pool.device for pool in plan.pools if pool.device)
-    if not other or config.device == "cuda":
+    if not other:
         return
     cores = len(os.sched_getaffinity(0))
     here = f"workers compute on the cores of this machine, which are {cores}"
@@ -159,6 +162,39 @@ def _check_device_kind(plan: PlanFile, config: Config) -> None:
         here,
         f"plan for what is here: diptych plan --device cpu {size}",
     )
+
+
+def _check_gpus(plan: PlanFile, config: Config) -> None:
+    """Raises ConfigError if the plan is for CPU cores, or for other GPUs than this machine's or more of them.
+
+    What the nodes of a Ray cluster have is seen when workers are placed there.
+    """
+    planned = sorted({pool.device for pool in plan.pools if pool.device})
+    if cores := set(planned) - set(unserved_devices(planned)):
+        raise ConfigError(
+            f"the plan is for devices of the kind {', '.join(sorted(cores))}",
+            "with --device cuda workers compute on GPUs",
+            "leave out --device cuda, or plan for the GPU: diptych plan --device NAME",
+        )
+    if config.ray_address is not None:
+        return
+    gpus = find_gpus()
+    names = sorted({gpu.name for gpu in gpus})
+    kinds = {normalize_name(name) for name in names}
+    if other := [name for name in planned if normalize_name(name) not in kinds]:
+        raise ConfigError(
+            f"the plan is for {plan.placement.devices} devices of the kind {', '.join(other)}",
+            f"this machine has {len(gpus)} of the kind {', '.join(names)}",
+            f"plan for what is here: diptych plan --device {normalize_name(names[0])} --nodes 1"
+            f" --gpus-per-node {len(gpus)}",
+        )
+    if plan.placement.devices > len(gpus):
+        raise ConfigError(
+            f"the plan is for {plan.placement.devices} GPUs",
+            f"this machine has {len(gpus)}",
+            f"plan with --nodes 1 --gpus-per-node {len(gpus)}; or share them, without a prediction:"
+            f" {_pool_flags(plan)}",
+        )
 
 
 def _check_cores(plan: PlanFile) -> None:

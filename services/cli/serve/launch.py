@@ -29,6 +29,7 @@ from services.cli.serve.specs import deployment_spec, device_budget, num_probed
 from services.cluster.local_deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
 from services.host.exit_codes import INTERRUPTED, OK
+from services.host.gpus import find_gpus
 from services.host.model_probe import ProbedModel, resolve_model
 from services.host.ports import claim_port
 from services.host.supervision.start_deadline import StartDeadline
@@ -188,7 +189,8 @@ class ServeRun:
         self._view.begin_phase("ray")
         from services.cluster.local_ray.ray_head import LocalRay
 
-        self._local_ray = local_ray = LocalRay(self._folder / "ray", device_budget(self._config))
+        gpus = len(find_gpus()) if self._config.device == "cuda" else 0
+        self._local_ray = local_ray = LocalRay(self._folder / "ray", device_budget(self._config), gpus)
         local_ray.start()
         # Repeated, because Ray has installed its own handler of SIGTERM.
         self._stop.listen_signals()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,14 @@ import msgspec
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.slo import DEFAULT_ATTAINMENT
-from diptych.specs import GatewaySpec, StorageShares, WorkerSpec
+from diptych.specs import GPU_DEVICES, GatewaySpec, StorageShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
 from services.cli.serve.offload_plan import with_bulk_plan
-from services.cluster.spec import DeploymentSpec
+from services.cluster.spec import Bundle, DeploymentSpec
+from services.host.gpu_probe import GpuShare
+from services.host.gpus import gpu_amount
 from services.host.model_probe import ProbedModel, calibration_path
 
 
@@ -25,6 +28,7 @@ def worker_spec(
     config: Config, model: ProbedModel, role: str, name: str, channel: str, keys_dir: str, core: int | None
 ) -> WorkerSpec:
     """The specification of one worker process. `core` is the core that it is pinned to; None: not pinned."""
+    gpu = model.gpu or GpuShare(1, 0)
     return WorkerSpec(
         worker=name,
         role=role,
@@ -36,6 +40,11 @@ def worker_spec(
         device=config.device,
         max_model_len=model.max_model_len,
         kv_bytes=model.kv_bytes,
+        kv_bytes_asked=config.kv_cache_memory_bytes is not None,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu_workers=gpu.workers,
+        emulated_bytes=gpu.emulated_bytes,
+        transfer_buffer_bytes=gpu.buffer_bytes,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.enable_chunked_prefill,
@@ -199,9 +208,19 @@ def assign_cores(config: Config, available: list[int], ranks: Sequence[int]) -> 
 
     None when pinning is off, a worker has several threads, or computes on a GPU.
     """
-    if not config.pin_cores or config.threads > 1 or config.device == "cuda":
+    if not config.pin_cores or config.threads > 1 or config.device in GPU_DEVICES:
         return [None] * len(ranks)
     return [available[sum(ranks[:index]) % len(available)] for index in range(len(ranks))]
+
+
+def with_gpus(
+    bundle_groups: tuple[tuple[Bundle, ...], ...], config: Config, gpu: GpuShare | None
+) -> tuple[tuple[Bundle, ...], ...]:
+    """The bundles of workers on this machine's GPUs, each with its share of one; others are left as they are."""
+    if config.device != "cuda" or gpu is None:
+        return bundle_groups
+    taken = (("CPU", 1.0), ("GPU", gpu_amount(gpu.workers)))
+    return tuple(tuple(replace(bundle, resources=taken) for bundle in bundles) for bundles in bundle_groups)
 
 
 def with_default_data_dir(gateway: GatewaySpec, config: Config, environ: Mapping[str, str]) -> GatewaySpec:
@@ -251,7 +270,9 @@ def deployment_spec(
             gateway_spec(config, model, channel, keys_dir, port, api_keys, priority_keys), config, os.environ
         ),
         logs=logs,
-        node_groups=one_group_per_worker(sizes) if plan is None else node_groups(plan),
+        node_groups=with_gpus(
+            one_group_per_worker(sizes) if plan is None else node_groups(plan), config, model.gpu
+        ),
         device_budget=device_budget(config),
     )
     return with_bulk_plan(spec, config, model) if config.bulk else spec

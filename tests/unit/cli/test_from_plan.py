@@ -42,6 +42,7 @@ from services.cli.simulate.deployment import simulated_deployment as simulated_o
 from services.cli.simulate.options import SimulateOptions
 from services.dashboard.rules import rule_file
 from services.host.model_probe import ProbedModel
+from tests.support.made_up_gpus import made_gpu, plug_in
 from tests.unit.planner.small_problems import question
 
 PREDICTED = PlanPrediction(
@@ -339,6 +340,25 @@ def test_what_is_set_otherwise_stays_where_it_does_not_contradict(tmp_path: Path
 )
 def test_what_cannot_be_deployed_is_refused(tmp_path: Path, plan: PlanFile, given: Any, said: str) -> None:
     assert said in refused(tmp_path, plan, **given)
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        (PlanPool(role="both", device="H100", count=4), "this machine has 4 of the kind NVIDIA H200"),
+        (PlanPool(role="both", device="cpu"), "workers compute on GPUs"),
+        (PlanPool(role="both", device="H200", count=5), "the plan is for 5 GPUs"),
+    ],
+)
+def test_a_plan_for_other_gpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: PlanPool, said: str
+) -> None:
+    plug_in(monkeypatch, tmp_path, *[made_gpu("NVIDIA H200")] * 4)
+    assert said in refused(tmp_path, made(pool), device="cuda")
+    fitting = PlanPool(role="both", device="H200", count=4)
+    assert settle(tmp_path, made(fitting), {"device": "cuda"}).config.pools == (0, 4)
+    plug_in(monkeypatch, tmp_path)
+    assert "there is no device 'cuda' here" in refused(tmp_path, made(fitting), device="cuda")
 
 
 def test_a_model_with_other_layers_is_another_model() -> None:

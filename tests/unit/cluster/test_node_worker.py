@@ -19,7 +19,8 @@ from services.host.held_memory import WORKER_OF
 from services.host.supervision.supervisor import ChildStatus
 
 LACKS = {"error": {"what": "the model does not fit", "why": "it needs 3 GiB", "fix": "another"}}
-FITS = {"model": {"path": "/m", "max_model_len": 64, "kv_bytes": 4096}}
+GPU = {"workers": 2, "buffer_bytes": 640, "emulated_bytes": 0}
+FITS = {"model": {"path": "/m", "max_model_len": 64, "kv_bytes": 4096, "gpu": GPU}}
 
 
 class Supervisor:
@@ -97,6 +98,7 @@ def test_a_restarted_worker_tries_until_its_node_has_what_it_needs(
     assert "on the node 10.0.0.1: the model does not fit: it needs 3 GiB" in seen[0].ended
     assert seen[0].version != seen[1].version and max(one.version for one in seen) < 0
     supervisor: Any = worker._supervisor
+    assert (supervisor.spec.gpu_workers, supervisor.spec.transfer_buffer_bytes) == (2, 640)
     assert supervisor.spec.kv_bytes == 4096 and supervisor.environ[WORKER_OF] == "n@10.0.0.1"
     # All workers of a node count by the same CPUs, those of the smallest.
     assert node.asked == [("{}", 5, 1.0, 8.0, "n@10.0.0.1", under_test.MODEL_TIMEOUT_S)] * 3

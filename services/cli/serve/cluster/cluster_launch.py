@@ -14,7 +14,7 @@ from msgspec import structs
 
 from diptych.config.load import ApiKeys, LoadedConfig
 from diptych.errors import ConfigError, DiptychError, StartError
-from diptych.specs import WorkerSpec
+from diptych.specs import GPU_DEVICES, WorkerSpec
 from services.cli.serve.cluster.cluster_settings import (
     check_channel_host,
     check_given_keys,
@@ -26,7 +26,14 @@ from services.cli.serve.cluster.cluster_settings import (
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.offload_plan import needs_weights
 from services.cli.serve.specs import device_budget, devices_by_worker, num_probed
-from services.cluster.capacity import NodeCapacity, copy_nodes, count_devices, min_cpus, place_groups
+from services.cluster.capacity import (
+    NodeCapacity,
+    copy_nodes,
+    count_devices,
+    max_sharing,
+    min_cpus,
+    place_groups,
+)
 from services.cluster.daemon_calls import await_daemon
 from services.cluster.join import head_is_open
 from services.cluster.joined_cluster import JoinedCluster
@@ -146,6 +153,9 @@ class ClusterRun(ServeRun):
         # Workers that were asked something else are not adopted. A cluster that has grown is no reason for that.
         num_workers = 0 if self._may_use_all else num_probed(self._config)
         probe = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
+        if probe.gpu is not None:
+            sharing = max_sharing(self._bundle_groups)
+            probe = structs.replace(probe, gpu=structs.replace(probe.gpu, workers=sharing))
         self._question = msgspec.json.encode(probe).decode()
         able = [
             node
@@ -199,7 +209,7 @@ class ClusterRun(ServeRun):
             question=self._question,
             max_workers=num_probed(config),
             node_keys_dir=str(config.keys_dir.absolute()) if config.keys_dir else "",
-            pin_cores=config.pin_cores and config.device != "cuda",
+            pin_cores=config.pin_cores and config.device not in GPU_DEVICES,
         )
         made = ClusterDeployment(spec, cluster_spec, self._cluster, self._on_status, self._view.print_line)
         return made, spec

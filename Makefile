@@ -19,10 +19,10 @@ QUICK := $(addprefix tests/unit/, test_house.py test_house_names.py test_house_t
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test quick check lint types contracts tests soak faults containers gpu install docs clean
+.PHONY: help serve test quick check lint types contracts tests soak faults containers gpu gpu-check install docs clean
 
 help: ## Show what there is
-	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 serve: $(STAMP) ## Serve the embedded model; PORT=9000, HOST=, ARGS='--decode 2 ...'
 	@exec $(BIN)/diptych serve --host $(HOST) --port $(PORT) $(ARGS)
@@ -65,6 +65,9 @@ containers: $(STAMP) ## The image and compose in a real container engine: .run/c
 
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
+
+gpu-check: $(STAMP) ## What only a CUDA device can tell, within eight minutes: .run/gpu_check/result.json; exit status 3 without one
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, dashboards, docs/results
 	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md

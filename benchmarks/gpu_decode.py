@@ -12,7 +12,7 @@ The bandwidth is that of a device-to-device copy of 2 GiB, read and write both c
     coded_CODEC       time of the flat decode kernel over raw bfloat16 pages / over pages of the codec, 32 sequences of
                       4,096 tokens; above 1 the codec is faster
     step_ratio        a full decode step at 1,024 tokens each / (bytes of weights and KV it must read / the bandwidth)
-    run_ratio         the same with packing, logits on the host and everything else between two steps
+    run_ratio         the same with packing and everything else between two steps; logits stay on the device
 
 `--profile` saves what the planner needs: seconds of decode steps by batch and context, of prefills by tokens.
 `--sweep` tries other launch settings for the attention kernel and prints each one's ratio.
@@ -158,7 +158,7 @@ class Model:
         return self.place.seconds(self.runner.replayer(self.works(batch, context)))
 
     def run_seconds(self, batch: int, context: int) -> float:
-        """Of a step among others, each a token longer than the one before, from the call to the logits on the host."""
+        """Of a step among others, each a token longer than the one before, from the call to the end of the step."""
         count = self.place.rounds + 2
         steps = iter([self.works(batch, context - count + n + 1) for n in range(count)])
         return self.place.seconds(lambda: self.runner.run(next(steps)))

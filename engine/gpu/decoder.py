@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as nnf
 
 from engine.gpu.batch import DeviceStep
-from engine.gpu.rowwise import add_rms_norm, silu_and_mul
+from engine.gpu.kernels import DeviceKernels, PagedGpuAttention
 from engine.model.architecture import ModelConfig
 from engine.model.rope import rope_tables
 
@@ -23,24 +23,6 @@ class WeightSource(Protocol):
 
     def read_tensor(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`, which must have exactly the given shape."""
-
-
-class PagedGpuAttention(Protocol):
-    """Attention over a pool on a device; arguments are those of `engine.gpu.attention.GpuAttention`."""
-
-    def write(
-        self, layer: int, qkv: torch.Tensor, step: DeviceStep, rotary: tuple[torch.Tensor, torch.Tensor],
-        norms: tuple[torch.Tensor, torch.Tensor], eps: float,
-    ) -> None:  # fmt: skip
-        """Prepare the queries of a step's rows in `qkv`, and store their keys and values."""
-
-    def decode(self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor) -> None:
-        """Attention of the rows that decode one token."""
-
-    def prefill(
-        self, layer: int, qkv: torch.Tensor, step: DeviceStep, window: int, out: torch.Tensor
-    ) -> None:
-        """Attention of the rows of prefill spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +52,9 @@ class GpuLayer:
 
 
 class GpuDecoder:
-    """Weights and rotary tables of one model on one device. KV is stored in the pages that are passed in."""
+    """Weights and rotary tables of one model on one device. KV is stored in the pages that are passed in,
+    by `kernels` of the device's kind.
+    """
 
     def __init__(
         self,
@@ -79,8 +63,10 @@ class GpuDecoder:
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
+        kernels: DeviceKernels,
     ) -> None:
         self.config, self.dtype = config, dtype
+        self.kernels = kernels
         # The device with its index, for example cuda:0 instead of cuda.
         self.device = torch.empty(0, device=device).device
         embedding = source.read_tensor("model.embed_tokens.weight", config.vocab, config.hidden)
@@ -114,18 +100,18 @@ class GpuDecoder:
 
         Nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can be captured.
         """
-        eps = self.config.eps
+        eps, kernels = self.config.eps, self.kernels
         start = self.embedding.index_select(0, step.tokens)
         x, delta = start.float(), torch.zeros_like(start)  # [rows, hidden]
         for index, layer in enumerate(self.layers):
-            normed = add_rms_norm(x, delta, layer.input_norm, eps)
+            normed = kernels.add_rms_norm(x, delta, layer.input_norm, eps)
             delta = layer.out(self._attend(index, layer, normed, step, attention))
-            normed = add_rms_norm(x, delta, layer.mlp_norm, eps)
-            delta = layer.down(silu_and_mul(layer.gate_up(normed)))
+            normed = kernels.add_rms_norm(x, delta, layer.mlp_norm, eps)
+            delta = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
         x, delta = x.index_select(0, step.wanted), delta.index_select(0, step.wanted)
         if not len(x):
             return x.new_empty(0, self.config.vocab)
-        return self.head(add_rms_norm(x, delta, self.norm, eps)).float()
+        return self.head(kernels.add_rms_norm(x, delta, self.norm, eps)).float()
 
     def _attend(
         self,

@@ -1,15 +1,17 @@
 """Runs a step on a CUDA device: takes token ids, returns logits, and stores KV in the device's slabs.
 
-A step goes to the device as one copy. Steps in which every sequence decodes one token replay a CUDA graph, captured
-when a padded batch size first occurs; other steps are launched kernel by kernel. While the device computes, the host
-packs the most likely next step, in which each sequence decodes one more token; if this guess is right, only the token
-ids have to be filled in.
+A step goes to the device as one copy. Steps in which every sequence decodes one token replay a CUDA graph of a padded
+batch size, captured by `GpuModelRunner.warm` or when the size first occurs; other steps are launched kernel by kernel.
+While the device computes, the host packs the most likely next step, in which each sequence decodes one more token; if
+this guess is right, only the token ids have to be filled in. `run` returns when the device has finished, so copies that
+begin between two steps race neither of them.
 
     host    │ pack n+1 (guess) │ wait n │ sample │ tokens into n+1 │ launch n+1 │ pack n+2 (guess) │ ...
     device  │ ........ step n ........  │                          │ ........ step n+1 ............
 
-On the device "cpu" everything runs in Triton's interpreter, without graphs, for tests without a GPU. This runner has
-not yet been used in a deployment, which is why `worker.build_cpu` does not offer it: see `docs/gpu.md`.
+On the device "cpu" the kernels run in Triton's interpreter, without graphs, for tests of kernels. On the emulated
+device (`engine.gpu.emulated`), also on CPU tensors, torch takes the kernels' place, and steps are padded and replayed
+as on CUDA.
 """
 
 from __future__ import annotations
@@ -17,26 +19,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.batching.batch import pack_batch
 from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
-from engine.gpu.attention import GpuAttention
 from engine.gpu.batch import StepSizes, fill_step, measure_sizes, view_step
-from engine.gpu.coded.attention import CodedGpuAttention
 from engine.gpu.coded.sinks import GpuSinkRecorder
+from engine.gpu.decode_graph import DecodeGraph, EmulatedGraph
 from engine.gpu.decoder import GpuDecoder, WeightSource
+from engine.gpu.kernels import AttentionLimits, CodedStepAttention, DeviceKernels, StepAttention
 from engine.gpu.launch import LaunchTuning, next_power_of_two
 from engine.model.architecture import ModelConfig
-from engine.model.rope import rope_frequencies
 from engine.protocols import OnLayersDone
 from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
-from kvcache.layout import KvLayout, Shard
-from kvcache.page_codecs import build_page_codecs
+from kvcache.layout import KvLayout
 from kvcache.pool import slab_shape
 
 # Numbers to which the number of shared items is padded. A step with more items is launched without a graph.
@@ -66,29 +65,31 @@ class PackedStep:
         )
 
 
-class DecodeGraph:
-    """One captured CUDA graph of a decode step of fixed sizes. Its input and output keep their addresses."""
+def pad_rows(rows: int) -> int:
+    """The rows of the graph that a decode step of `rows` sequences replays."""
+    step = next_power_of_two(rows) if rows <= 8 else 8 if rows <= 64 else 32
+    return -(-rows // step) * step
 
-    def __init__(self, decoder: GpuDecoder, attention: GpuAttention, sizes: StepSizes, pool: Any) -> None:
-        self.ints = torch.zeros(sizes.numbers, dtype=torch.int32, device=decoder.device)
-        step = view_step(self.ints, sizes)
-        # Padding slots, so that capturing the graph writes no KV.
-        step.slots.fill_(-1)
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            # Compiles the kernels and lets cuBLAS choose its algorithms, which cannot be captured.
-            decoder.forward(step, attention)
-        torch.cuda.current_stream().wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.logits = decoder.forward(step, attention)
 
-    def replay(self, ints: torch.Tensor) -> torch.Tensor:
-        """Run the step in host memory `ints`; returns the logits, which the next replay overwrites."""
-        self.ints.copy_(ints, non_blocking=True)
-        self.graph.replay()
-        return self.logits
+def list_graph_rows(max_seqs: int) -> list[int]:
+    """The rows of all graphs that decode steps of up to `max_seqs` sequences replay: what `warm` takes before a worker
+    is ready."""
+    return sorted({pad_rows(rows) for rows in range(1, max_seqs + 1)})
+
+
+def load_kernels(emulated: bool = False) -> DeviceKernels:
+    """The kernels of CUDA devices (without one, in Triton's interpreter), or those of the emulated device.
+
+    Raises ImportError where Triton is needed and not installed.
+    """
+    # Triton is an optional dependency, which the emulated device does without.
+    if emulated:
+        from engine.gpu.emulated.kernels import TorchKernels
+
+        return TorchKernels()
+    from engine.gpu.triton_kernels import TritonKernels
+
+    return TritonKernels()
 
 
 class GpuModelRunner:
@@ -137,24 +138,27 @@ class GpuModelRunner:
         # Number of steps that were packed while the step before them ran.
         self.guessed = 0
         self._decoder = decoder
-        self._attention = self._build_attention(tuning, calibration, sink_slots)
+        self._coded = self._open_coded(tuning, calibration, sink_slots) if layout.codec else None
+        self._attention: StepAttention = self._coded or decoder.kernels.open_attention(
+            layout, data, decoder.config, tuning
+        )
         self._sink_slots = SinkSlots(sink_slots)
         self._bounds = RunnerBounds(layout, data.shape[0], max_model_len, self.vocab_size)
         self._cuda = decoder.device.type == "cuda"
-        self._graphs: dict[StepSizes, DecodeGraph] = {}
+        self._replays = self._cuda or decoder.kernels.emulated
+        self._graphs: dict[StepSizes, DecodeGraph | EmulatedGraph] = {}
+        # [rows of the largest graph, vocab]: the logits of all graphs.
+        self._graph_logits = torch.empty(0, self.vocab_size, device=decoder.device)
         self._guess: PackedStep | None = None
 
-    def _build_attention(
+    def _open_coded(
         self, tuning: LaunchTuning | None, calibration: Calibration | None, sink_slots: int
-    ) -> GpuAttention:
-        """The attention over the pool. Raises ConfigError as the runner does."""
-        layout, config = self.layout, self._decoder.config
-        if not layout.codec:
-            return GpuAttention(layout, self.data, config.heads, tuning)
-        codecs = build_page_codecs(layout, calibration, Shard((0, layout.layers), (0, layout.kv_heads)))
-        frequencies = rope_frequencies(config.rope, layout.head_dim).double().numpy()
-        limits = self.max_model_len, sink_slots
-        return CodedGpuAttention(layout, self.data, config.heads, codecs, frequencies, *limits, tuning)
+    ) -> CodedStepAttention:
+        """The attention over coded pages. Raises ConfigError as the runner does."""
+        limits = AttentionLimits(self.max_model_len, sink_slots)
+        return self._decoder.kernels.open_coded_attention(
+            self.layout, self.data, self._decoder.config, calibration, limits, tuning
+        )
 
     @classmethod
     def load(
@@ -169,24 +173,29 @@ class GpuModelRunner:
         codec: str = "",
         calibration: Calibration | None = None,
         sink_slots: int = DEFAULT_SLOTS,
+        emulated: bool = False,
     ) -> GpuModelRunner:
         """Load the model onto `device` with a new pool; `dtype` and `codec` as in `KvLayout`, the rest as the runner.
+
+        With `emulated` the device is "cpu", and torch computes instead of Triton's interpreter.
 
         Raises ModelError as `source` does, and ConfigError as the runner does.
         """
         kind: torch.dtype = getattr(torch, dtype)
         with torch.no_grad():
-            decoder = GpuDecoder(config, source, max_model_len, torch.device(device), kind)
+            decoder = GpuDecoder(
+                config, source, max_model_len, torch.device(device), kind, load_kernels(emulated)
+            )
         layout = KvLayout(config.layers, config.kv_heads, config.head_dim, dtype, codec)
         rest, stored = slab_shape(layout)
         data = torch.zeros(num_slabs, *rest, dtype=stored, device=decoder.device)
         return cls(decoder, layout, data, max_model_len, calibration=calibration, sink_slots=sink_slots)
 
     def run(self, works: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
-        """Compute a step. Returns logits per work, float32 [rows, vocab] on the CPU, rows = 1, len(tokens) or 0.
+        """Compute a step. Returns logits per work, float32 [rows, vocab] on the device, rows = 1, len(tokens) or 0.
 
-        The caller may change the logits. The host does not see the progress of the device: `done` is called once, when
-        all layers have finished.
+        The device has finished the step. The caller may keep and change the logits, which are adjacent in memory. The
+        host does not see the progress of the device: `done` is called once, when all layers have finished.
 
         Raises:
             ValueError: a work is empty, too long, or has too few slabs, or there are more first tokens than the table
@@ -203,12 +212,11 @@ class GpuModelRunner:
         counts = [work.wanted for work in works]
         with torch.no_grad():
             self._compute_sinks(sinks)
-            logits = self._fetch(self._launch_step(ready)[: sum(counts)])
-            broken = (
-                self._fetch(self._attention.broken)
-                if isinstance(self._attention, CodedGpuAttention)
-                else None
-            )
+            logits = self._launch_step(ready)[: sum(counts)]
+            if ready.graph:
+                # The next replay overwrites them, and a step that failed is repeated work by work.
+                logits = logits.clone()
+            broken = None if self._coded is None else self._fetch(self._coded.broken)
         # The next step is packed while the device computes this one.
         self._guess = self._pack_next_step(works, sinks)
         if self._cuda:
@@ -229,8 +237,13 @@ class GpuModelRunner:
         view_step(ready.ints, ready.sizes).slots.fill_(-1)
         with torch.no_grad():
             self._launch_step(ready)
-            for sizes in [self._padded_sizes(count, items) for count in rows for items in PADDED_ITEMS[:2]]:
-                if self._cuda:
+            # The largest first: the others fit into its memory.
+            for sizes in [
+                self._padded_sizes(count, items)
+                for count in sorted(rows, reverse=True)
+                for items in PADDED_ITEMS
+            ]:
+                if self._replays:
                     self._captured_graph(sizes)
         if self._cuda:
             torch.cuda.synchronize()
@@ -259,15 +272,15 @@ class GpuModelRunner:
         """Compute the missing sinks, in a pass of these tokens alone."""
         if not sinks.missing:
             return
-        assert isinstance(self._attention, CodedGpuAttention)
+        assert self._coded is not None
         works = [StepWork([token], 0, [0], "none") for _, token in sinks.missing]
-        recorder = GpuSinkRecorder(self._attention, [slot for slot, _ in sinks.missing])
+        recorder = GpuSinkRecorder(self._coded, [slot for slot, _ in sinks.missing])
         self._decoder.forward(self._attention.load(pack_batch(works)), recorder)
 
     def _forget_broken(self) -> None:
         """After a step with numbers that are not finite: the next one begins without."""
-        assert isinstance(self._attention, CodedGpuAttention)
-        self._attention.broken.zero_()
+        assert self._coded is not None
+        self._coded.broken.zero_()
 
     def _prepare_step(self, works: Sequence[StepWork], sinks: SinkPlan) -> PackedStep:
         """The step in host memory: the guess if it is right, with its tokens filled in, or packed now."""
@@ -283,7 +296,7 @@ class GpuModelRunner:
         """Pack a step into host memory, padded to the sizes of a graph if it can use one."""
         batch = pack_batch(works, sinks.slots)
         shared, tiles = self._attention.cut_batch(batch)
-        graph = self._cuda and not batch.spans and len(shared.items) <= PADDED_ITEMS[-1]
+        graph = self._replays and not batch.spans and len(shared.items) <= PADDED_ITEMS[-1]
         sizes = (
             self._padded_sizes(len(batch.tokens), len(shared.items))
             if graph
@@ -295,8 +308,7 @@ class GpuModelRunner:
 
     def _padded_sizes(self, rows: int, items: int) -> StepSizes:
         """The sizes of the graph for a number of decode rows and shared items, both rounded up."""
-        step = next_power_of_two(rows) if rows <= 8 else 8 if rows <= 64 else 32
-        count = -(-rows // step) * step
+        count = pad_rows(rows)
         padded = next(most for most in PADDED_ITEMS if items <= most)
         return StepSizes(count, count, count, padded, 0, count, self.layout.num_chunks(self.max_model_len))
 
@@ -307,11 +319,14 @@ class GpuModelRunner:
         ints = ready.ints.to(self._decoder.device, non_blocking=True)
         return self._decoder.forward(view_step(ints, ready.sizes), self._attention)
 
-    def _captured_graph(self, sizes: StepSizes) -> DecodeGraph:
+    def _captured_graph(self, sizes: StepSizes) -> DecodeGraph | EmulatedGraph:
         """The CUDA graph for these sizes, captured at the first use. All graphs share one memory pool."""
         if sizes not in self._graphs:
-            pool = next((graph.graph.pool() for graph in self._graphs.values()), None)
-            self._graphs[sizes] = DecodeGraph(self._decoder, self._attention, sizes, pool)
+            pool = next((graph.pool for graph in self._graphs.values()), None)
+            if sizes.wanted > len(self._graph_logits):
+                self._graph_logits = self._graph_logits.new_empty(sizes.wanted, self.vocab_size)
+            kind = DecodeGraph if self._cuda else EmulatedGraph
+            self._graphs[sizes] = kind(self._decoder, self._attention, sizes, self._graph_logits, pool)
         return self._graphs[sizes]
 
     def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.gpu.batch import DeviceStep
-from engine.gpu.coded.attention import CodedGpuAttention
+from engine.gpu.kernels import CodedStepAttention
 
 
 class GpuSinkRecorder:
@@ -19,7 +19,7 @@ class GpuSinkRecorder:
     of the tokens of the pass, in order.
     """
 
-    def __init__(self, attention: CodedGpuAttention, slots: list[int]) -> None:
+    def __init__(self, attention: CodedStepAttention, slots: list[int]) -> None:
         self._attention, self._slots = attention, torch.tensor(slots, device=attention.data.device)
 
     def write(

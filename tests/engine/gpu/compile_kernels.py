@@ -30,6 +30,7 @@ from engine.gpu.coded import attention as coded_attention
 from engine.gpu.decoder import GpuDecoder
 from engine.gpu.launch import LaunchTuning
 from engine.gpu.triton_kernel import UNSPECIALIZED
+from engine.gpu.triton_kernels import TritonKernels
 from engine.step_work import StepWork
 from tests.support.gpu_pages import LLAMA_8B, Place, Random, open_pages
 
@@ -108,7 +109,9 @@ def main(dtype: str, *codecs: str) -> None:
             setattr(module, name, Recorder(getattr(module, name)))
     shape = replace(LLAMA_8B, layers=1, vocab=64, mlp=1024, windows=(0,))
     place = torch.device("cpu")
-    decoder = GpuDecoder(shape, Random(Place(place, dtype)), 4096, place, getattr(torch, dtype))
+    decoder = GpuDecoder(
+        shape, Random(Place(place, dtype)), 4096, place, getattr(torch, dtype), TritonKernels()
+    )
     tuning = LaunchTuning(programs=1056, saving_bytes=0)
     for codec in ("", *codecs):
         launch_steps(decoder, open_pages(shape, Place(place, dtype, layers=1), codec, 128, tuning))

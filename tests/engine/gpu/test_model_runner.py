@@ -20,6 +20,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu import model_runner
 from engine.gpu.batch import fill_step, view_step
 from engine.gpu.decoder import GpuDecoder
+from engine.gpu.model_runner import load_kernels
 from engine.gpu.triton_kernel import INTERPRETED
 from engine.model.checkpoint import Checkpoint
 from engine.model.weights import WeightReader
@@ -171,7 +172,7 @@ def test_warm_leaves_the_pool_as_it_was(folder: Path) -> None:
 def test_a_pool_of_another_layout_is_refused(folder: Path) -> None:
     files = Checkpoint.resolve(str(folder))
     with WeightReader(files.weights) as weights:
-        decoder = GpuDecoder(files.config, weights, 64, torch.device("cpu"), torch.float32)
+        decoder = GpuDecoder(files.config, weights, 64, torch.device("cpu"), torch.float32, load_kernels())
     layout = files.layout("float16")
     with pytest.raises(ValueError, match="does not fit"):
         model_runner.GpuModelRunner(

@@ -5,7 +5,8 @@
 One deployment of the embedded model with a data directory, and `--streams` streams that are asked for again whenever
 one ends. First `--calm` seconds of these alone; then a process of its own sends every body of `benchmarks.hostile` that
 is as much work as its bound allows, and `--bodies` random ones, beside the clients of
-`benchmarks.load.hostile_clients`: sockets that read nothing, slow readers, uploads, and batches over hostile files.
+`benchmarks.load.hostile_clients`: sockets that read nothing, half of which come again when they are cut, slow readers,
+uploads, and batches over hostile files.
 
     max_gap_ms      the longest time between two events of a stream, beside the hostile requests
     p999_gap_ms     99.9th percentile of all those times; `calm_` before a name: of the streams alone

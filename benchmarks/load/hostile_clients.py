@@ -1,7 +1,7 @@
 """Clients that are as much work as their bounds allow, for `benchmarks.hostile`. They go on until they are cancelled.
 
-`unread_answers` has no key. All others have one key, and use files and batches too. Each client counts what became of
-its requests, by its own name and the status.
+`unread_answers` and `returning_sockets` have no key. All others have one key, and use files and batches too. Each
+client counts what became of its requests, by its own name and the status.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import httpx
 from services.gateway.http.connection import MAX_PIPELINED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Sockets of `unread_answers`, and how long each lives.
+# Sockets of `unread_answers`, as many of `returning_sockets`, and how long each lives.
 UNREAD_SOCKETS, UNREAD_S = 400, 6.0
 # As many requests at a time as may be pipelined; so many times that the answers are more than the kernel takes.
 UNREAD_REQUESTS = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * MAX_PIPELINED
@@ -55,6 +55,16 @@ class HostileTarget:
 
 async def unread_answers(target: HostileTarget) -> None:
     """Sockets with small buffers that send many requests for the page, without a key, and read nothing."""
+    await hold_sockets(target, "unread_answers", returns=False)
+
+
+async def returning_sockets(target: HostileTarget) -> None:
+    """The same, but a socket that is cut comes again at once."""
+    await hold_sockets(target, "returning_sockets", returns=True)
+
+
+async def hold_sockets(target: HostileTarget, client: str, returns: bool) -> None:
+    """Sockets that read nothing, without a key. Without `returns` one that is cut lives for its time all the same."""
 
     async def hold_socket() -> None:
         while True:
@@ -65,15 +75,17 @@ async def unread_answers(target: HostileTarget) -> None:
             try:
                 async with asyncio.timeout(UNREAD_S):
                     await loop.sock_connect(connection, ("127.0.0.1", target.port))
-                    # A socket that is cut lives for its time all the same: this client does not count on coming anew.
-                    with contextlib.suppress(ConnectionError):
+                    try:
                         for _ in range(UNREAD_BURSTS):
                             await loop.sock_sendall(connection, UNREAD_REQUESTS)
                             await asyncio.sleep(UNREAD_PAUSE_S)
+                    except ConnectionError:
+                        if returns:
+                            raise
                     await asyncio.sleep(UNREAD_S)
             except OSError as error:
                 # TimeoutError is one: the socket has lived for its time.
-                target.count("unread_answers", type(error).__name__)
+                target.count(client, type(error).__name__)
                 await asyncio.sleep(0.1)
             finally:
                 connection.close()
@@ -187,8 +199,8 @@ async def long_answers(target: HostileTarget) -> None:
 
 
 HOSTILE_CLIENTS: tuple[Callable[[HostileTarget], Coroutine[Any, Any, None]], ...] = (
-    unread_answers, slow_readers, slow_downloads, boundary_uploads, nested_lines, long_names, long_ids, many_batches,
-    long_answers,
+    unread_answers, returning_sockets, slow_readers, slow_downloads, boundary_uploads, nested_lines, long_names,
+    long_ids, many_batches, long_answers,
 )  # fmt: skip
 BOUNDARY = "X_0123456789"
 

@@ -43,7 +43,7 @@ from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
-from services.gateway.http.auth import BearerKeys
+from services.gateway.http.access_keys import AccessKeys, BearerKeys
 from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -173,9 +173,10 @@ async def serve_gateway(
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
     opened = open_batches(spec, service, relay)
     batches = opened if isinstance(opened, BatchService) else None
-    app = build_http_app(spec, service, backend, prober, metrics, exporter, opened)
+    keys = access_keys(spec)
+    app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened)
     server = GatewayServer(
-        app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections
+        app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections, keys
     )
     hub.open()
     preparers.open()
@@ -286,8 +287,19 @@ def make_hub(spec: GatewaySpec) -> ChannelHub:
     )
 
 
+def access_keys(spec: GatewaySpec) -> AccessKeys:
+    """All keys that `spec` gives."""
+    return AccessKeys(
+        BearerKeys(spec.api_keys),
+        BearerKeys([spec.admin_key] if spec.admin_key else []),
+        {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)},
+        BearerKeys(spec.priority_keys),
+    )
+
+
 def build_http_app(
     spec: GatewaySpec,
+    keys: AccessKeys,
     service: GatewayService,
     backend: RelayBackend,
     prober: CanaryProber,
@@ -300,9 +312,7 @@ def build_http_app(
     if spec.replan:
         service.outcomes.add_sink(traffic := TrafficFeed())
         replanning = ReplanRoute(traffic, prober, metrics)
-    admin, admin_keys = (
-        (AdminRoutes(backend, replanning), BearerKeys([spec.admin_key])) if spec.admin_key else (None, None)
-    )
+    admin = AdminRoutes(backend, replanning) if spec.admin_key else None
     feeder, off = (None, str(batches)) if isinstance(batches, BatchesOff) else (batches.feeder, "")
     # With several API keys, and none for operators, every tenant reads /status.
     named = bool(spec.status_keys) or len(spec.api_keys) <= 1
@@ -311,9 +321,7 @@ def build_http_app(
     )
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
-    operator = {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)}
-    urgent = BearerKeys(spec.priority_keys)
-    return build_app(api, BearerKeys(spec.api_keys), spec.host, admin_keys, operator, urgent, tracer)
+    return build_app(api, keys, spec.host, tracer)
 
 
 async def serve_with_tasks(

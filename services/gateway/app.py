@@ -10,8 +10,6 @@ itself, after every check that can refuse the request without reading it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,7 +21,8 @@ from diptych.errors import RequestError
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.generation.formats import KV_CLASS_HEADER
 from services.gateway.generation.timings import SERVER_TIMING_HEADER
-from services.gateway.http.auth import AuthMiddleware, BearerKeys
+from services.gateway.http.access_keys import AccessKeys
+from services.gateway.http.auth import AuthMiddleware
 from services.gateway.http.cross_origin import LOCAL_ORIGINS, CrossOriginMiddleware
 from services.gateway.http.error_response import (
     error_response,
@@ -44,19 +43,10 @@ from services.gateway.service import GENERATION_ROUTES
 from services.gateway.tracing.tracer import RequestTracer
 
 
-def build_app(
-    api: ApiRoutes,
-    keys: BearerKeys,
-    host: str,
-    admin_keys: BearerKeys | None = None,
-    operator_keys: Mapping[str, BearerKeys] | None = None,
-    urgent_keys: BearerKeys | None = None,
-    tracer: RequestTracer | None = None,
-) -> ASGIApp:
+def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer | None = None) -> ASGIApp:
     """The whole application with its middleware.
 
-    `host` is the address that the server will be bound to. `AuthMiddleware` describes the kinds of keys. Without
-    `tracer` nothing is traced.
+    `host` is the address that the server will be bound to. Without `tracer` nothing is traced.
     """
     routes = api.make_routes()
     # FastAPI's own schema is off. The classes of `request_schema` decode and check bodies in one pass, and also make
@@ -74,19 +64,19 @@ def build_app(
     app.router.redirect_slashes = False
     limits = api.service.rules.limits
     # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
-    api.lenient = bool(keys)
-    api.page = render_page(needs_key=bool(keys or (operator_keys or {}).get("/status")))
+    api.lenient = bool(keys.api)
+    api.page = render_page(needs_key=bool(keys.keys_for_route("/status")))
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )
-    layered = AuthMiddleware(layered, keys, host, admin_keys, operator_keys, urgent_keys)
-    if not keys:
+    layered = AuthMiddleware(layered, keys, host)
+    if not keys.api:
         layered = CrossOriginMiddleware(layered)
     layered = CORSMiddleware(
         layered,
         # Without a key only pages of this machine may send requests.
-        allow_origins=["*"] if keys else [],
-        allow_origin_regex=None if keys else LOCAL_ORIGINS,
+        allow_origins=["*"] if keys.api else [],
+        allow_origin_regex=None if keys.api else LOCAL_ORIGINS,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from diptych.file_limits import raise_open_file_limit
+from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection import KEEP_ALIVE_S, HttpConnection
 from services.gateway.http.connection_table import ConnectionTable, max_open_connections
 from services.gateway.service import GatewayService
@@ -72,14 +73,20 @@ class GatewayServer(uvicorn.Server):
         drain_s: float,
         serving: Callable[[], None] = lambda: None,
         max_connections: int = MAX_CONNECTIONS,
+        keys: AccessKeys | None = None,
     ) -> None:
-        """At most `max_connections` are open at a time, or fewer if the process has not enough descriptors."""
+        """At most `max_connections` are open at a time, or fewer if the process has not enough descriptors.
+
+        `keys` tell clients from strangers; without any, all are clients.
+        """
         descriptors = raise_open_file_limit()
         self.connections = ConnectionTable(max_open_connections(max_connections, descriptors))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(HttpConnection, connections=self.connections),  # type: ignore[arg-type]
+                http=functools.partial(  # type: ignore[arg-type]
+                    HttpConnection, connections=self.connections, keys=keys or AccessKeys()
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,

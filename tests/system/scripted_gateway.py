@@ -28,7 +28,7 @@ from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.generation.relay_backend import RelayBackend
-from services.gateway.http.auth import BearerKeys
+from services.gateway.http.access_keys import AccessKeys, BearerKeys
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.tenancy import tenants_of_keys
@@ -194,15 +194,16 @@ def scripted(
         else open_batch_service(str(data_dir), max_file_bytes, service, shares=shares, tenants=tenants)
     )
     admin = AdminRoutes(cast(RelayBackend, None)) if admin_key else None
+    known = AccessKeys(
+        BearerKeys(keys), BearerKeys([admin_key] if admin_key else []), urgent=BearerKeys(urgent)
+    )
     app = build_app(
         ApiRoutes(service, HealthyProbes(), "0.0.0-test", 1_700_000_000, admin, batches or BatchesOff()),
-        BearerKeys(keys),
+        known,
         "127.0.0.1",
-        admin_keys=BearerKeys([admin_key] if admin_key else []),
-        urgent_keys=BearerKeys(urgent),
     )
     bound = open_listener("127.0.0.1", 0)
-    server = GatewayServer(app, service, drain_s, max_connections=max_connections)
+    server = GatewayServer(app, service, drain_s, max_connections=max_connections, keys=known)
     thread = threading.Thread(target=_run, args=(server, service, bound, batches), name="gateway")
     thread.start()
     try:

@@ -109,6 +109,47 @@ def test_strangers_that_make_room_end_without_an_error(tmp_path: Path) -> None:
     assert "is closed: 32 were open" in lines and " ERROR " not in lines
 
 
+@contextlib.contextmanager
+def returning(port: int, count: int) -> Iterator[None]:
+    """Until the end, so many sockets that read nothing, without a key; each comes again as soon as it is cut."""
+    ended = threading.Event()
+
+    async def come_again() -> None:
+        loop = asyncio.get_running_loop()
+        while not ended.is_set():
+            with socket.socket() as one, contextlib.suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
+                one.setblocking(False)
+                await loop.sock_connect(one, ("127.0.0.1", port))
+                while not ended.is_set():
+                    await loop.sock_sendall(one, WISHES["the page, without a key"])
+                    await asyncio.sleep(0.1)
+
+    async def all_come() -> None:
+        await asyncio.gather(*(come_again() for _ in range(count)))
+
+    thread = threading.Thread(target=asyncio.run, args=(all_come(),))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_strangers_that_come_again_at_once_keep_no_client_out(tmp_path: Path) -> None:
+    """Every new client with a key is served, on a connection of its own."""
+    with (
+        serving(tmp_path, api_keys=(FIRST, SECOND), max_connections=NUM_CONNECTIONS) as gateway,
+        returning(gateway.spec.port, 4 * NUM_CONNECTIONS),
+    ):
+        time.sleep(1.0)
+        for _ in range(100):
+            headers = {"authorization": f"Bearer {SECOND}", "connection": "close"}
+            found = httpx.get(f"{gateway.url}/v1/models", headers=headers, trust_env=False, timeout=WAIT_S)
+            assert found.status_code == 200
+
+
 @pytest.fixture(params=["asyncio", "uvloop"])
 def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two event loops tell a protocol that its client does not read, each in its own way."""

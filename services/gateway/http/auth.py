@@ -1,31 +1,24 @@
 """Authenticates requests: bearer keys on all routes except a short public list.
 
-Without keys, only requests that address this host by a loopback name are answered. Keys are kept as SHA-256 digests. A
-presented key is compared with all of them in constant time, without an early exit.
+Without keys, only requests that address this host by a loopback name are answered.
 The application learns which tenant a key stands for, never the key itself. Decisions use the path in `scope["path"]`,
 never a URL that was put together from headers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.http.access_keys import AccessKeys, Headers, bearer_token
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response
-from services.gateway.openai.tenancy import tenant_of_key
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 # Routes that need no key. The paths must match exactly, and reveal no more than a load balancer needs; the page at "/"
 # holds no data.
 PUBLIC_ROUTES = frozenset({"/", "/health", "/ping", "/ready", "/version"})
-ADMIN_PREFIX = "/admin/"
 # The failure of a tenant that has its share of the connections.
 TENANT_FULL = RequestFailure(
     FailureReason.TENANT_CONNECTIONS_FULL,
@@ -33,54 +26,15 @@ TENANT_FULL = RequestFailure(
 )
 
 
-class BearerKeys:
-    """A set of accepted keys. If it is empty, no key is required."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def accepts_key(self, presented: bytes) -> bool:
-        """Whether `presented` is one of the keys. The time that it takes does not depend on which one."""
-        digest = hashlib.sha256(presented).digest()
-        found = 0
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        return bool(found)
-
-    def tenant_of_headers(self, headers: Headers) -> str:
-        """The tenant of a request, derived from its accepted key; "" when no key is required."""
-        return tenant_of_key(bearer_token(headers)) if self else ""
-
-
 class AuthMiddleware:
-    """ASGI middleware that refuses requests without an accepted key.
-
-    `admin_keys` open the routes under `ADMIN_PREFIX`; `operator_keys` has those of single routes, by path: of those
-    that show the requests of all tenants, and the machines. If such keys are given, no other key opens these routes,
-    and they open nothing else. `urgent_keys` are the API keys that may ask for a better priority than the default;
-    without API keys, every client may.
+    """ASGI middleware that refuses requests without an accepted key; `AccessKeys` says which key opens what.
 
     Without any key on a loopback address, only requests for loopback names are answered (against DNS rebinding).
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: BearerKeys,
-        host: str,
-        admin_keys: BearerKeys | None = None,
-        operator_keys: Mapping[str, BearerKeys] | None = None,
-        urgent_keys: BearerKeys | None = None,
-    ) -> None:
-        self.app, self.keys, self.admin_keys = app, keys, admin_keys or BearerKeys(())
-        self.operator_keys, self.urgent_keys = operator_keys or {}, urgent_keys or BearerKeys(())
-        self._loopback_only = not keys and is_loopback(host)
-        named = [self.admin_keys, *self.operator_keys.values()]
-        # Whether there may be more than one tenant, among which connections are shared.
-        self._has_tenants = len(keys) + sum(map(len, named)) > 1 if keys else False
+    def __init__(self, app: ASGIApp, keys: AccessKeys, host: str) -> None:
+        self.app, self.keys = app, keys
+        self._loopback_only = not keys.api and is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -91,11 +45,12 @@ class AuthMiddleware:
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
         state, key = scope.setdefault("state", {}), bearer_token(scope["headers"])
-        state["tenant"] = tenant = self.keys.tenant_of_headers(scope["headers"])
-        if not self._begin_request(scope, tenant, key):
+        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
+        if connection is not None and not connection.has_share:
             return await error_response(TENANT_FULL)(scope, receive, send)
-        state["urgent"] = not self.keys or self.urgent_keys.accepts_key(key)
-        asked = self._keys_for_route("/status")
+        state["tenant"] = self.keys.api.tenant_of_headers(scope["headers"])
+        state["urgent"] = not self.keys.api or self.keys.urgent.accepts_key(key)
+        asked = self.keys.keys_for_route("/status")
         # Whether the client may see worker names.
         state["known"] = not asked or asked.accepts_key(key)
         await self.app(scope, receive, send)
@@ -108,7 +63,7 @@ class AuthMiddleware:
                 FailureReason.HOST_NOT_ALLOWED,
                 "this server answers only requests for loopback names; give it an API key to be reached by other names",
             )
-        keys = self._keys_for_route(scope["path"])
+        keys = self.keys.keys_for_route(scope["path"])
         if not keys or scope["path"] in PUBLIC_ROUTES or keys.accepts_key(bearer_token(headers)):
             return None
         message = (
@@ -117,33 +72,6 @@ class AuthMiddleware:
             else "no API key provided; send 'Authorization: Bearer <key>'"
         )
         return RequestFailure(FailureReason.INVALID_API_KEY, message)
-
-    def _begin_request(self, scope: Scope, tenant: str, key: bytes) -> bool:
-        """Tell the connection whose request it answers. False if this tenant has its share of the connections.
-
-        A request without an accepted key, which only public routes answer, belongs to no tenant.
-        """
-        connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
-        if connection is None:
-            return True
-        keys = self._keys_for_route(scope["path"])
-        if keys and scope["path"] in PUBLIC_ROUTES and not (key and keys.accepts_key(key)):
-            return True
-        begun: bool = connection.begin_request(tenant, self._has_tenants)
-        return begun
-
-    def _keys_for_route(self, path: str) -> BearerKeys:
-        """The keys that open a route; empty if no key is required."""
-        if self.admin_keys and path.startswith(ADMIN_PREFIX):
-            return self.admin_keys
-        return self.operator_keys.get(path) or self.keys
-
-
-def bearer_token(headers: Headers) -> bytes:
-    """The bearer key of a request; empty (never a valid key) unless it has exactly one `Authorization` header."""
-    given = [value for name, value in headers if name == b"authorization"]
-    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def is_loopback(host: str) -> bool:

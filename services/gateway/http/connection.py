@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import RequestIds, new_request_id
+from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection_table import PROGRESS_BYTES, ConnectionPhase, ConnectionTable
 from services.gateway.http.log_rate_limit import LogRateLimit
 
@@ -91,19 +92,23 @@ class HttpConnection(HttpToolsProtocol):
     # Whether a part of the body that is being parsed has not arrived.
     _in_body = False
     # Whether an accepted key came with the request that is being answered, or no key is needed.
-    _is_known = False
+    is_known = False
+    # Whether the tenant of this request has a share of the connections left for it.
+    has_share = True
     # Whether the next pipelined request waits until the answer before it is sent.
     _next_waits = False
     stalled = False
-    # Whether the connection was reset, so that nobody is there for an answer.
+    # Whether the connection was reset or has ended, so that nobody is there for an answer.
     aborted = False
+    # What a request waits for that may not begin yet.
+    start: asyncio.Future[None] | None = None
     # The request whose answer began last.
     _answered: RequestResponseCycle | None = None
     stall_s = STALL_TIMEOUT_S
 
-    def __init__(self, *arguments: Any, connections: ConnectionTable, **named: Any) -> None:
+    def __init__(self, *arguments: Any, connections: ConnectionTable, keys: AccessKeys, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._table = connections
+        self._table, self._keys = connections, keys
         if not self.logger.filters:
             # Every invalid request logs a warning, so warnings are limited.
             self.logger.addFilter(LogRateLimit())
@@ -125,6 +130,9 @@ class HttpConnection(HttpToolsProtocol):
         self._table.remove_connection(self)
         self._disarm_timer()
         self._stop_stall_timer()
+        self.aborted = True
+        if self.start is not None and not self.start.done():
+            self.start.set_result(None)
         if (answered := self._answered) is not None:
             # uvicorn tells the last request that has arrived, which may be a pipelined one.
             answered.disconnected = answered.disconnected or not answered.response_complete
@@ -144,6 +152,8 @@ class HttpConnection(HttpToolsProtocol):
                 # A single header without an end is too large.
                 self._head_bytes = self._raw_bytes
                 self.send_400_response("")
+        # Once for all requests of which a part has arrived.
+        self._update_phase()
         if self._idle and self._timer is None and not self.transport.is_closing():
             # uvicorn stops its own timer as soon as any byte arrives.
             self._arm_timer(HEAD_TIMEOUT_S)
@@ -175,7 +185,6 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head, self._raw_bytes = False, 0
         self._in_body = True
         super().on_headers_complete()
-        self._update_phase()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body has arrived: the client makes progress."""
@@ -191,19 +200,19 @@ class HttpConnection(HttpToolsProtocol):
         scope["extensions"][BODY_ARRIVED_EXTENSION] = True
         self._in_body = False
         super().on_message_complete()
-        self._update_phase()
-
-    def begin_request(self, tenant: str, has_others: bool) -> bool:
-        """The request that is being answered has an accepted key, of `tenant`, or needs none.
-
-        With `has_others`, other tenants share the connections. Returns False if this one has its share already.
-        """
-        self._is_known = self._table.begin_request(self, tenant, has_others)
-        return self._is_known
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """A request begins to be answered. uvicorn's `cycle` is the last one that has arrived."""
+        """A request begins to be answered: the table learns whose it is, before anything waits.
+
+        uvicorn's `cycle` is the last one that has arrived.
+        """
         self._answered = cycle
+        self._update_phase()
+        tenant = self._keys.find_tenant(cycle.scope["path"], cycle.scope["headers"])
+        self.is_known = tenant is not None
+        # Where no keys are needed, the clients of an address are one tenant.
+        owner = self.client[0] if tenant == "" and self.client else tenant
+        self.has_share = self._table.begin_request(self, owner, self._keys.has_tenants)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -212,8 +221,7 @@ class HttpConnection(HttpToolsProtocol):
         The next pipelined request begins. After an answer to a client without a key it begins only when that answer is
         sent, so that a stranger who reads nothing has one answer at a time in this process.
         """
-        known, self._is_known = self._is_known, False
-        if self.pipeline and not known and not self.transport.is_closing():
+        if self.pipeline and not self.is_known and not self.transport.is_closing():
             # This pauses writing at once if anything is buffered.
             self.transport.set_write_buffer_limits(high=0)
             if self._is_blocked:
@@ -227,7 +235,6 @@ class HttpConnection(HttpToolsProtocol):
         """Begin the next request of a client without a key: the answer before it is sent."""
         self.transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._complete_response()
-        self._table.note_pipelined(self)
 
     def _complete_response(self) -> None:
         """Begin the next pipelined request, if there is one."""

@@ -4,16 +4,18 @@ When the table is full, a new connection replaces an old one, in this order:
 
     1. the one that has been idle for longest, if that is `FRESH_S` or more, or if more than half of all connections are
        idle. No request is lost
-    2. of clients that have shown no key: the one whose client has made no progress for longest
-    3. of the tenant with the most open requests: the same. So nobody loses a connection to a tenant that has more
-    4. of clients that have shown no key: the one that got an answer longest ago, and is answered again without a pause
-    5. the one that has been idle for longest. Its request may be on its way, so it comes last
+    2. of strangers, whose request came without a key: the one that has made no progress for longest, even if it waits
+       for the gateway
+    3. of the tenant with the most open requests (where no keys are needed, of the address): the one whose client has
+       made no progress for longest. So nobody loses a connection to a tenant that has more
+    4. the one that has been idle for longest. Its request may be on its way, so it comes last
 
 A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
 that sends slowly nor one that reads slowly can displace a client that does the other.
 
-No other connection whose client waits for the gateway is replaced: a key may have come with its request, though nobody
-has looked yet. Tenants share these: `begin_request`.
+Whether a key came is known as soon as the head of a request has arrived. Until then a connection is idle: so strangers
+that come again as soon as they are replaced displace each other, and no client that has just come. No other connection
+that waits for the gateway is replaced. Tenants share these: `begin_request`.
 
 Answers that clients have not read share `MAX_UNSENT_BYTES`. Beyond, clients without a key lose theirs first, then those
 of the tenant with the most bytes.
@@ -71,7 +73,7 @@ class EvictableConnection(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """What the table knows of a connection. `tenant` is None while no accepted key came with its request.
+    """What the table knows of a connection. `tenant` is None if no accepted key came with its request, or none is open.
 
     `unsent_bytes` wait until the client reads them.
     """
@@ -79,6 +81,12 @@ class _Entry:
     phase: ConnectionPhase = ConnectionPhase.IDLE
     tenant: str | None = None
     unsent_bytes: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether its open request may make room for a new connection."""
+        is_stranger = self.phase is ConnectionPhase.ANSWERING and self.tenant is None
+        return is_stranger or self.phase in WAITING_PHASES
 
 
 class ConnectionTable:
@@ -90,10 +98,8 @@ class ConnectionTable:
         self._entries: dict[EvictableConnection, _Entry] = {}
         # Idle connections, with the time at which each became idle.
         self._idle: dict[EvictableConnection, float] = {}
-        # Connections in one of `WAITING_PHASES`, by tenant.
-        self._waiting: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
-        # Connections without a tenant whose next pipelined request is answered.
-        self._pipelining: dict[EvictableConnection, None] = {}
+        # Connections with an open request that are evictable, by tenant; those without a tenant are strangers.
+        self._evictable: defaultdict[str | None, dict[EvictableConnection, None]] = defaultdict(dict)
         # Number of each tenant's connections with an open request, and their sum.
         self.open_by_tenant: Counter[str] = Counter()
         self.num_open = 0
@@ -126,15 +132,6 @@ class ConnectionTable:
         if entry is not None:
             self._replace_entry(connection, entry, entry.phase, entry.tenant)
 
-    def note_pipelined(self, connection: EvictableConnection) -> None:
-        """The next pipelined request of a client without a key begins. Ignored if it is no longer in the table.
-
-        It stays one that pipelines until a key comes with its request, or until it is idle: whatever else it sends.
-        """
-        if connection in self._entries:
-            self._pipelining.pop(connection, None)
-            self._pipelining[connection] = None
-
     def set_unsent(self, connection: EvictableConnection, num_bytes: int) -> None:
         """A blocked client has so many bytes to read; 0 when it has read them.
 
@@ -149,29 +146,32 @@ class ConnectionTable:
         while self.unsent_by_tenant.total() > MAX_UNSENT_BYTES:
             unsent = self.unsent_by_tenant
             heaviest = None if None in unsent else max(unsent, key=unsent.__getitem__)
-            readers = (one for one in self._waiting.get(heaviest, ()) if self._entries[one].unsent_bytes)
+            readers = (one for one in self._evictable.get(heaviest, ()) if self._entries[one].unsent_bytes)
             oldest = next(readers, None)
             # One large answer alone may be written.
             if oldest is None or unsent.total() == self._entries[oldest].unsent_bytes:
                 return
             self._evict(oldest)
 
-    def begin_request(self, connection: EvictableConnection, tenant: str, has_others: bool) -> bool:
-        """Record whose request the gateway is about to answer. False: the tenant has too many open requests.
+    def begin_request(self, connection: EvictableConnection, tenant: str | None, has_others: bool) -> bool:
+        """Record whose request the gateway is about to answer; `tenant` is None if it came without an accepted key.
+
+        False: the tenant has too many open requests.
 
         With `has_others` there are other tenants, and this one may have as many connections with open requests as are
         left for all. So one tenant alone can take half of the table, and there is always room for another. Beyond that
         the tenant loses its own connection whose client has made no progress for longest, if there is one.
         """
-        self._pipelining.pop(connection, None)
         entry = self._entries.get(connection)
         if entry is None or entry.tenant == tenant:
             return True
         self._replace_entry(connection, entry, entry.phase, tenant)
+        if tenant is None:
+            return True
         # This connection is counted, so it is added to those that are left.
         if not has_others or self.open_by_tenant[tenant] <= self.max_connections - self.num_open + 1:
             return True
-        waiting = (one for one in self._waiting.get(tenant, ()) if one is not connection)
+        waiting = (one for one in self._evictable.get(tenant, ()) if one is not connection)
         if (oldest := next(waiting, None)) is not None:
             self._evict(oldest)
             return True
@@ -183,7 +183,6 @@ class ConnectionTable:
         entry = self._entries.pop(connection, None)
         if entry is not None:
             self._unlist(connection, entry)
-            self._pipelining.pop(connection, None)
 
     def _replace_entry(
         self, connection: EvictableConnection, entry: _Entry, phase: ConnectionPhase, tenant: str | None
@@ -194,9 +193,8 @@ class ConnectionTable:
         self._count_unsent(entry, entry.unsent_bytes)
         if phase is ConnectionPhase.IDLE:
             self._idle[connection] = self._clock()
-            self._pipelining.pop(connection, None)
-        elif phase in WAITING_PHASES:
-            self._waiting[tenant][connection] = None
+        elif entry.is_evictable:
+            self._evictable[tenant][connection] = None
         if tenant is not None:
             self.open_by_tenant[tenant] += 1
             self.num_open += 1
@@ -205,10 +203,10 @@ class ConnectionTable:
         """Remove a connection from all lists and counts."""
         self._idle.pop(connection, None)
         self._count_unsent(entry, -entry.unsent_bytes)
-        if entry.phase in WAITING_PHASES:
-            del self._waiting[entry.tenant][connection]
-            if not self._waiting[entry.tenant]:
-                del self._waiting[entry.tenant]
+        if entry.is_evictable:
+            del self._evictable[entry.tenant][connection]
+            if not self._evictable[entry.tenant]:
+                del self._evictable[entry.tenant]
         if entry.tenant is not None:
             self.num_open -= 1
             self.open_by_tenant[entry.tenant] -= 1
@@ -223,13 +221,10 @@ class ConnectionTable:
     def _make_room(self) -> bool:
         """Evict a connection, in the order above; False if there is none."""
         oldest = next(iter(self._idle), None)
-        if oldest is None or self._is_fresh(oldest):
-            if self._waiting:
-                # Clients without a key go before every tenant.
-                heaviest = None if None in self._waiting else max(self._waiting, key=self._count_open)
-                oldest = next(iter(self._waiting[heaviest]))
-            else:
-                oldest = next(iter(self._pipelining), oldest)
+        if (oldest is None or self._is_fresh(oldest)) and self._evictable:
+            # Strangers go before every tenant.
+            heaviest = None if None in self._evictable else max(self._evictable, key=self._count_open)
+            oldest = next(iter(self._evictable[heaviest]))
         if oldest is None:
             return False
         self._evict(oldest)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.auth import PUBLIC_ROUTES, AuthMiddleware, BearerKeys, is_loopback
+from services.gateway.http.access_keys import AccessKeys, BearerKeys
+from services.gateway.http.auth import PUBLIC_ROUTES, AuthMiddleware, is_loopback
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.openai.tenancy import tenant_of_key
 
 KEYS = ("sk-" + "a" * 40, "sk-" + "b" * 40)
 
 
-def status(path: str, headers: dict[str, str], keys: tuple[str, ...] = KEYS, host: str = "0.0.0.0") -> int:
+def status(
+    path: str,
+    headers: dict[str, str],
+    keys: tuple[str, ...] = KEYS,
+    host: str = "0.0.0.0",
+    connection: SimpleNamespace | None = None,
+) -> int:
     """The status that a request gets; 200 when it reached the application."""
     answers: list[int] = []
 
@@ -29,11 +37,9 @@ def status(path: str, headers: dict[str, str], keys: tuple[str, ...] = KEYS, hos
         return {"type": "http.disconnect"}
 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(
-        AuthMiddleware(app, BearerKeys(keys), host)(
-            {"type": "http", "method": "GET", "path": path, "headers": raw}, receive, send
-        )
-    )
+    scope: Scope = {"type": "http", "method": "GET", "path": path, "headers": raw}
+    scope["extensions"] = {CONNECTION_EXTENSION: connection}
+    asyncio.run(AuthMiddleware(app, AccessKeys(BearerKeys(keys)), host)(scope, receive, send))
     return answers[0]
 
 
@@ -85,7 +91,7 @@ def test_the_host_header_opens_nothing() -> None:
 
 def test_two_authorization_headers_are_none() -> None:
     raw = [(b"authorization", f"Bearer {KEYS[0]}".encode())] * 2
-    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0")  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, AccessKeys(BearerKeys(KEYS)), "0.0.0.0")  # type: ignore[arg-type]
     assert auth.find_refusal({"path": "/v1/models", "headers": raw}) is not None
 
 
@@ -111,7 +117,7 @@ def test_what_lies_behind_learns_the_tenant_and_not_the_key() -> None:
 
     def pass_by(keys: tuple[str, ...], *headers: tuple[bytes, bytes]) -> None:
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers)}
-        asyncio.run(AuthMiddleware(app, BearerKeys(keys), "0.0.0.0")(scope, nothing, nowhere))
+        asyncio.run(AuthMiddleware(app, AccessKeys(BearerKeys(keys)), "0.0.0.0")(scope, nothing, nowhere))
 
     for key in (*KEYS, KEYS[0]):
         pass_by(KEYS, (b"authorization", f"Bearer  {key}".encode()))
@@ -121,56 +127,33 @@ def test_what_lies_behind_learns_the_tenant_and_not_the_key() -> None:
     assert not any(key in one for key in KEYS for one in found)
 
 
-class Connection:
-    """Remembers whose requests it was said to answer."""
-
-    def __init__(self, has_room: bool = True) -> None:
-        self.begun: list[tuple[str, bool]] = []
-        self.has_room = has_room
-
-    def begin_request(self, tenant: str, has_others: bool) -> bool:
-        self.begun.append((tenant, has_others))
-        return self.has_room
-
-
-def begin(
-    path: str, key: str, keys: tuple[str, ...], admin: str = "", has_room: bool = True
-) -> tuple[list[tuple[str, bool]], list[int]]:
-    """Whose requests the connection was said to answer, and the statuses that were sent."""
-    connection, statuses = Connection(has_room), list[int]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    extensions = {CONNECTION_EXTENSION: connection}
-    scope: Scope = {"type": "http", "method": "GET", "path": path, "extensions": extensions}
-    scope["headers"] = [(b"authorization", f"Bearer {key}".encode())] if key else []
-    auth = AuthMiddleware(app, BearerKeys(keys), "0.0.0.0", BearerKeys([admin] if admin else ()))
-    asyncio.run(auth(scope, receive, send))
-    return connection.begun, statuses
-
-
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
-def test_a_connection_learns_whose_request_it_answers_and_only_of_accepted_keys(path: str) -> None:
+def test_whose_request_it_is_follows_from_its_head_and_only_from_accepted_keys(path: str) -> None:
     tenant = tenant_of_key(KEYS[0].encode())
-    assert begin(path, KEYS[0], KEYS) == ([(tenant, True)], [200])
-    assert begin(path, KEYS[0], KEYS[:1]) == ([(tenant, False)], [200])
-    assert begin(path, KEYS[0], KEYS[:1], admin="chief") == ([(tenant, True)], [200])
+
+    def find(key: str, keys: AccessKeys, path: str = path) -> str | None:
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        return keys.find_tenant(path, headers)
+
+    keys, chief = BearerKeys(KEYS), BearerKeys(["chief"])
+    assert find(KEYS[0], AccessKeys(keys)) == tenant
     for stranger in ("", "sk-" + "c" * 40):
-        assert begin(path, stranger, KEYS)[0] == []
+        assert find(stranger, AccessKeys(keys)) is None
         # Without keys all clients are one tenant.
-        assert begin(path, stranger, ()) == ([("", False)], [200])
+        assert find(stranger, AccessKeys()) == ""
+    assert find(KEYS[0], AccessKeys(keys, chief), "/admin/workers/a/drain") is None
+    assert find("chief", AccessKeys(keys, chief)) is None
+    assert find("chief", AccessKeys(keys, chief), "/admin/workers/a/drain") == tenant_of_key(b"chief")
+    assert find("", AccessKeys(admin=chief), "/admin/workers/a/drain") is None
+    assert [
+        AccessKeys(*given).has_tenants
+        for given in ((), (keys,), (BearerKeys(KEYS[:1]),), (BearerKeys(KEYS[:1]), chief), (None, chief))
+    ] == [False, True, False, True, False]
 
 
-def test_a_tenant_that_has_its_share_of_the_connections_is_refused() -> None:
-    assert begin("/v1/models", KEYS[0], KEYS, has_room=False)[1] == [429]
+@pytest.mark.parametrize(("has_share", "answered"), [(True, 200), (False, 429)])
+def test_a_tenant_that_has_its_share_of_the_connections_is_refused(has_share: bool, answered: int) -> None:
+    assert status("/v1/models", bearer(KEYS[0]), connection=SimpleNamespace(has_share=has_share)) == answered
 
 
 def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +163,7 @@ def test_all_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.append(left)
         return left == right
 
-    monkeypatch.setattr("services.gateway.http.auth.hmac.compare_digest", watch)
+    monkeypatch.setattr("services.gateway.http.access_keys.hmac.compare_digest", watch)
     assert BearerKeys(KEYS).accepts_key(KEYS[0].encode())
     assert len(compared) == len(KEYS)
 
@@ -191,7 +174,7 @@ def test_loopback_names() -> None:
 
 
 def test_an_admin_key_opens_orders_and_nothing_else() -> None:
-    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", BearerKeys(["chief"]))  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, AccessKeys(BearerKeys(KEYS), BearerKeys(["chief"])), "0.0.0.0")  # type: ignore[arg-type]
 
     def opens(path: str, key: str) -> bool:
         return (
@@ -207,7 +190,7 @@ def test_an_admin_key_opens_orders_and_nothing_else() -> None:
 def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
     chief = BearerKeys(["chief of workers"])
     operator = {"/metrics": BearerKeys(["watcher of figures", "chief of workers"]), "/status": chief}
-    auth = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0", chief, operator)  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, AccessKeys(BearerKeys(KEYS), chief, operator), "0.0.0.0")  # type: ignore[arg-type]
 
     def opens(path: str, key: str) -> bool:
         return (
@@ -221,7 +204,7 @@ def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
     assert not opens("/v1/models", "watcher of figures") and opens("/v1/models", KEYS[1])
     assert not opens("/admin/workers/decode-0/drain", "watcher of figures")
     assert not opens("/metrics/", "watcher of figures")
-    plain = AuthMiddleware(None, BearerKeys(KEYS), "0.0.0.0")  # type: ignore[arg-type]
+    plain = AuthMiddleware(None, AccessKeys(BearerKeys(KEYS)), "0.0.0.0")  # type: ignore[arg-type]
     assert (
         plain.find_refusal(
             {"path": "/metrics", "headers": [(b"authorization", b"Bearer " + KEYS[0].encode())]}
@@ -231,6 +214,6 @@ def test_figures_are_for_their_keys_alone_where_there_are_any() -> None:
 
 
 def test_an_admin_key_alone_leaves_the_rest_open() -> None:
-    auth = AuthMiddleware(None, BearerKeys(()), "0.0.0.0", BearerKeys(["chief"]))  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, AccessKeys(admin=BearerKeys(["chief"])), "0.0.0.0")  # type: ignore[arg-type]
     assert auth.find_refusal({"path": "/v1/models", "headers": []}) is None
     assert auth.find_refusal({"path": "/admin/workers/decode-0/drain", "headers": []}) is not None

@@ -99,9 +99,8 @@ def test_a_client_that_has_just_come_is_not_replaced_by_the_next_ones() -> None:
 @pytest.mark.parametrize("phase", [ConnectionPhase.SENDING, ConnectionPhase.BLOCKED])
 def test_clients_that_wait_make_room_when_nothing_is_idle(phase: ConnectionPhase) -> None:
     table, connections = full(ConnectionPhase.ANSWERING, phase, phase)
-    new = Connection()
-    assert table.add_connection(new)
-    table.set_phase(new, ConnectionPhase.ANSWERING)
+    assert table.begin_request(connections[0], "a", False)
+    begin(table, "a", ConnectionPhase.ANSWERING)
     assert table.add_connection(Connection())
     assert [connection.evicted for connection in connections] == [False, True, True]
 
@@ -137,31 +136,35 @@ def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_other
     a = begin(table, "a", ConnectionPhase.BLOCKED, 3) + begin(table, "a", ConnectionPhase.ANSWERING, 2)
     assert table.add_connection(stranger := Connection())
     table.set_phase(stranger, ConnectionPhase.BLOCKED)
-    order, answered = [stranger, *a[:3], *b], []
-    for expected in order:
-        assert table.add_connection(new := Connection())
-        table.set_phase(new, ConnectionPhase.ANSWERING)
-        answered.append(new)
+    for expected in [stranger, *a[:3], *b]:
+        begin(table, "c", ConnectionPhase.ANSWERING)
         assert expected.evicted
-    # Nobody knows yet whether a key came with these requests.
+    # All others wait for an answer to a request with a key.
     assert not table.add_connection(Connection())
-    # Strangers come next that are answered again without a pause, even if they go on sending; the one first whose last
-    # answer is the oldest.
-    for expected in [answered[-1], *answered]:
-        table.note_pipelined(expected)
-    for expected in answered:
-        table.set_phase(expected, ConnectionPhase.SENDING)
-        table.set_phase(expected, ConnectionPhase.ANSWERING)
-    for expected in answered:
-        assert table.add_connection(new := Connection())
-        table.set_phase(new, ConnectionPhase.ANSWERING)
-        assert expected.evicted and not new.evicted
-        assert table.begin_request(new, "b", False)
-    assert not any(connection.evicted for connection in a[3:])
-    # A key that comes with a later request counts, also if an earlier one had it.
-    table.note_pipelined(a[3])
-    assert table.begin_request(a[3], "a", False)
+    # A stranger is one again as soon as a request without a key is answered, and no longer once a key has come.
+    assert table.begin_request(a[3], None, True) and table.begin_request(a[4], None, True)
+    assert table.begin_request(a[3], "a", True)
+    begin(table, "c", ConnectionPhase.ANSWERING)
+    assert [one.evicted for one in a[3:]] == [False, True]
     assert not table.add_connection(Connection())
+
+
+def test_strangers_that_come_again_at_once_displace_each_other_and_no_client() -> None:
+    """Each of them has its request being answered as soon as its head has come."""
+    table, number = ConnectionTable(16, lambda: 0.0), 0
+    clients = begin(table, "a", ConnectionPhase.ANSWERING, 4) + begin(table, "a", ConnectionPhase.SENDING, 4)
+    for number in range(400):
+        assert table.add_connection(stranger := Connection())
+        table.set_phase(stranger, ConnectionPhase.SENDING)
+        assert table.begin_request(stranger, None, True)
+        table.set_phase(stranger, ConnectionPhase.ANSWERING)
+        if number % 2:
+            table.note_progress(stranger)
+        if number == 200:
+            # Its head is on its way.
+            assert table.add_connection(new := Connection())
+            clients.append(new)
+    assert number == 399 and not any(one.evicted for one in clients)
 
 
 def test_a_tenant_alone_takes_half_of_the_table_and_there_is_room_for_another() -> None:

@@ -15,7 +15,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.app import build_app
-from services.gateway.http.auth import BearerKeys
+from services.gateway.http.access_keys import AccessKeys, BearerKeys
 from services.gateway.http.request_body import BodyMemory, RequestBody
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.request_limits import MAX_HELD_BODIES, RequestLimits
@@ -76,7 +76,10 @@ async def service(tokens: GatewayTokenizer, rules: RequestRules) -> AsyncIterato
 
 
 def client(service: GatewayService, keys: Sequence[str] = (), body: bytes = b"{}") -> Client:
-    return Client(build_app(ApiRoutes(service, HealthyProbes(), "0", 0), BearerKeys(keys), "127.0.0.1"), body)
+    return Client(
+        build_app(ApiRoutes(service, HealthyProbes(), "0", 0), AccessKeys(BearerKeys(keys)), "127.0.0.1"),
+        body,
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -8,6 +8,12 @@ part that hangs or fails loses nothing that was measured, and stops no other par
 
     env        device and versions
     kernels    kernels_failed: of one test of each kind of kernel
+    pair       one prefill and one decode worker on the GPU, the embedded model in float32, beside one worker on the
+               CPU: unexplained, failed: of 300 answers (`benchmarks/load/answer_checks.py`); kv_at_rest: what is held
+               3 s later; killed_*: the same while each worker is killed once
+    load       such a pair with a random Llama of 1B's shape in bfloat16: host_ratio: tokens per second / those of the
+               runner alone, the least of 1, 16 and 64 streams; interference: longest gap of four streams while a long
+               prompt is prefilled / their median gap before
     sampling   sampler_different: rows of 2,000 that get another token than on the host; sampler_ratio: time of
                sampling 64 rows of 128,256 logits, by the slowest kind of request / of a decode step of Llama-3.1-8B's
                shape with 64 sequences
@@ -47,21 +53,35 @@ MIN_PART_S = 5.0
 ROOT = Path(__file__).parents[1]
 
 PARTS = (
-    CheckPart("env", "benchmarks.gpu_parts.kernels:record_environment", 30),
-    CheckPart("kernels", "benchmarks.gpu_parts.kernels:run_kernel_tests", 75, {"kernels_failed": "= 0"}),
+    CheckPart("env", "benchmarks.gpu_parts.kernels:record_environment", 20),
+    CheckPart("kernels", "benchmarks.gpu_parts.kernels:run_kernel_tests", 60, {"kernels_failed": "= 0"}),
+    CheckPart(
+        "pair",
+        "benchmarks.gpu_parts.pair:measure_pair",
+        100,
+        {
+            "unexplained": "= 0",
+            "failed": "= 0",
+            "kv_at_rest": "= 0",
+            "killed_unexplained": "= 0",
+            "killed_failed": "= 0",
+            "killed_kv_at_rest": "= 0",
+        },
+    ),
+    CheckPart("load", "benchmarks.gpu_parts.pair:measure_load", 100, {"host_ratio": "≥ 0.9"}),
     CheckPart(
         "sampling",
         "benchmarks.gpu_parts.speed:measure_sampling",
-        75,
+        60,
         {"sampler_different": "= 0", "sampler_ratio": "≤ 0.1"},
     ),
     CheckPart(
         "decoding",
         "benchmarks.gpu_parts.speed:measure_decoding",
-        60,
+        50,
         {"attention_ratio": "≥ 0.7", "step_ratio": "≤ 1.3"},
     ),
-    CheckPart("profile", "benchmarks.gpu_parts.speed:measure_profile", 45, {"profile_splits": "≥ 1"}),
+    CheckPart("profile", "benchmarks.gpu_parts.speed:measure_profile", 40, {"profile_splits": "≥ 1"}),
 )
 
 
@@ -143,7 +163,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".run/gpu_check"), help="folder of all results")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="only these parts")
     # For tests of the check itself; and for the processes of parts.
-    parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--device", choices=("cuda", "emulated", "cpu"), default="cuda", help=argparse.SUPPRESS
+    )
     parser.add_argument("--part", choices=[part.name for part in PARTS], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     chosen = [part for part in PARTS if part.name in (arguments.only or [part.name])]

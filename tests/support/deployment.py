@@ -164,16 +164,16 @@ def serve_parts(*arguments: str) -> Iterator[Served]:
     No request is refused because its wait is long: machines of tests are slow. `arguments` may set another limit.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as name:
-        what = _plan(("--max-queue-wait-s", str(PATIENCE_S), *arguments), Path(name))
+        what = plan_deployment(("--max-queue-wait-s", str(PATIENCE_S), *arguments), Path(name))
         make_keys(what.gateway.keys_dir)
-        parts = [_part("gateway", what.gateway_module, what.gateway, what)]
-        parts += [_part(spec.worker, what.worker_module, spec, what) for spec in what.workers]
+        parts = [make_part("gateway", what.gateway_module, what.gateway, what)]
+        parts += [make_part(spec.worker, what.worker_module, spec, what) for spec in what.workers]
         started: list[psutil.Process] = []
         try:
             for part in parts:
                 part.start()
             for part in parts:
-                _until_ready(part)
+                wait_part_ready(part)
             _until_linked(what)
             yield Served(
                 f"http://127.0.0.1:{what.gateway.port}", what.gateway.status_key or "none", what.logs
@@ -207,7 +207,8 @@ def _loaded(arguments: Sequence[str]) -> LoadedConfig:
     return found[0]
 
 
-def _plan(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
+def plan_deployment(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
+    """What `diptych serve ARGUMENTS` would start; keys and logs are in `folder`."""
     loaded = apply_device(_loaded(arguments))
     model = asyncio.run(resolve_model(loaded.config, num_probed(loaded.config)))
     channel, port = claim_port("127.0.0.1", 0), claim_port("127.0.0.1", 0)
@@ -217,14 +218,18 @@ def _plan(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
     )
 
 
-def _part(name: str, module: str, spec: WorkerSpec | GatewaySpec, what: DeploymentSpec) -> Supervisor:
+def make_part(
+    name: str, module: str, spec: WorkerSpec | GatewaySpec, what: DeploymentSpec, steady_s: float = 30.0
+) -> Supervisor:
     threads = spec.threads if isinstance(spec, WorkerSpec) else 1
     environ = ucx_on_loopback(child_environment(threads, clean_environ()))
     command = [sys.executable, "-m", module]
-    return Supervisor(name, command, msgspec.json.encode(spec), what.log_path(name), environ)
+    return Supervisor(
+        name, command, msgspec.json.encode(spec), what.log_path(name), environ, steady_s=steady_s
+    )
 
 
-def _until_ready(part: Supervisor) -> None:
+def wait_part_ready(part: Supervisor) -> None:
     seen = part.status()
     while seen.state != "ready":
         newer = part.wait_status(seen.version, PATIENCE_S)

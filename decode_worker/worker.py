@@ -20,6 +20,7 @@ import logging
 import queue
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -69,6 +70,10 @@ from kvtransfer.handoff import (
 )
 from worker.loop import GatewayLink, WorkOrder
 
+if TYPE_CHECKING:
+    # Only workers with a device load it.
+    from kvtransfer.transfer_buffer import TransferBuffer
+
 log = logging.getLogger(__name__)
 
 EXPIRED_TEXT = "the request's time was up before its KV had arrived"
@@ -78,7 +83,8 @@ class DecodeWorker:
     """The role of a worker that decodes answers. `key` is the deployment's transfer key, which signs tickets.
 
     `layout_of` returns the layout of a KV class (`kvtransfer.resharding.ShardedPool.layout_of`). Without `repacker` all
-    prefill workers must split KV over ranks as this worker does.
+    prefill workers must split KV over ranks as this worker does. `buffer` is that of a worker with a device; the links
+    of `fetcher` pull through it.
     """
 
     def __init__(
@@ -91,7 +97,9 @@ class DecodeWorker:
         key: bytes,
         fingerprint: str,
         repacker: BagRepacker | None = None,
+        buffer: TransferBuffer | None = None,
     ) -> None:
+        self._buffer = buffer
         self.link, self.engine, self.kv, self.fetcher = link, engine, kv, fetcher
         self._repacker = repacker
         self._layout_of = layout_of
@@ -358,7 +366,9 @@ class DecodeWorker:
             self.fetcher.wake_fetches()
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
-        """`stats` of the engine, with the counts of waiting and moving arrivals added."""
+        """`stats` of the engine, with the counts of waiting and moving arrivals, and of the transfer buffer, added."""
+        if self._buffer is not None:
+            stats = self._buffer.complete_stats(stats)
         on_the_way = sum(arrival.num_bytes for arrival in self._admission.moving.values())
         return msgspec.structs.replace(
             stats,

@@ -232,10 +232,15 @@ class Hello(ChannelMessage, frozen=True):
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
 STEP_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# The fields of `WorkerStats` that are numbers and only grow.
+_COUNTERS = (
+    *("steps", "step_seconds", "step_tokens", "prefix_queries", "prefix_hits", "seat_pauses"),
+    *("bulk_units", "bulk_seconds", "bulk_tokens", "bulk_preemptions"),
+)
 
 
 class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's statistics. At rest every `*_used`, `leases` and `staging_bytes` is 0; `slabs_cached` need not be."""
+    """A worker's statistics. At rest every `*_used`, `leases` and `staging_bytes` is 0; `*_cached` need not be."""
 
     slabs_total: int = 0
     slabs_used: int = 0
@@ -286,29 +291,27 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     bulk_tokens: int = 0
     # Number of times that bulk work lost its memory.
     bulk_preemptions: int = 0
+    # Slabs of the transfer buffer of a worker with a device: all, those in use, of these the ones under lease, and
+    # those with chunks that nobody uses.
+    buffer_slabs: int = 0
+    buffer_used: int = 0
+    buffer_leased: int = 0
+    buffer_cached: int = 0
+    # Slabs that are being copied between the buffer and the device.
+    copies_in_flight: int = 0
+    # Sequences whose prefill is complete, and whose KV waits for room in the buffer or is being copied there.
+    offers_waiting: int = 0
 
     def since(self, then: WorkerStats) -> WorkerStats:
         """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""
         if not (then.steps or then.prefix_queries or then.bulk_units):
             return self
+        counts = {name: getattr(self, name) - getattr(then, name) for name in _COUNTERS}
         return msgspec.structs.replace(
             self,
-            steps=self.steps - then.steps,
-            step_seconds=self.step_seconds - then.step_seconds,
-            step_tokens=self.step_tokens - then.step_tokens,
-            prefix_queries=self.prefix_queries - then.prefix_queries,
-            prefix_hits=self.prefix_hits - then.prefix_hits,
-            preemptions={
-                kind: count - then.preemptions.get(kind, 0) for kind, count in self.preemptions.items()
-            },
-            seat_pauses=self.seat_pauses - then.seat_pauses,
-            bulk_units=self.bulk_units - then.bulk_units,
-            bulk_seconds=self.bulk_seconds - then.bulk_seconds,
-            bulk_tokens=self.bulk_tokens - then.bulk_tokens,
-            bulk_preemptions=self.bulk_preemptions - then.bulk_preemptions,
-            step_parts={
-                part: spent - then.step_parts.get(part, 0.0) for part, spent in self.step_parts.items()
-            },
+            preemptions={kind: n - then.preemptions.get(kind, 0) for kind, n in self.preemptions.items()},
+            step_parts={part: s - then.step_parts.get(part, 0.0) for part, s in self.step_parts.items()},
+            **counts,
         )
 
 

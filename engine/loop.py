@@ -249,11 +249,11 @@ class Engine:
         if not parked and live is not None and live.logprobs is not None:
             # The tokens are computed again, and their log-probabilities with them.
             live.logprobs = [None]
+        if self.kv_observer is not None:
+            self.kv_observer.on_sequence_dropped(key)
         self.table.preempt(key, parked)
         if not parked:
             self.decisions.forget(key)
-        if self.kv_observer is not None:
-            self.kv_observer.on_sequence_dropped(key)
 
     def _apply_plan(self, plan: StepPlan, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Take the plan's slabs and start the admitted sequences. Returns the failures of those that cannot start."""
@@ -376,10 +376,10 @@ class Engine:
         seq = live.seq
         cached_tokens, kept = seq.cached if seq.silent else 0, self.decisions.take_report(seq)
         output = build_output(live, token, finish, now_s, cached_tokens, kept)
-        held = self.table.settle_output(seq, finish)
         if finish:
             self._forget_sequence(seq.key)
-        elif held:
+        held = self.table.settle_output(seq, finish)
+        if held:
             del self._live[seq.key]
             # The map is in the bag.
             self.decisions.forget(seq.key)
@@ -391,12 +391,11 @@ class Engine:
         return build_failure(self._drop_sequence(key, sound or code != "internal_error"), code, message)
 
     def _drop_sequence(self, key: str, keep: bool = True) -> Sequence:
-        seq = self.table.drop(key, keep)
         self._forget_sequence(key)
-        return seq
+        return self.table.drop(key, keep)
 
     def _forget_sequence(self, key: str) -> None:
-        """Forget all that the engine and its host tier hold for a sequence whose slabs were freed."""
+        """Forget all that the engine and its host tier hold for a sequence whose slabs are about to be freed."""
         self._live.pop(key, None)
         self.decisions.forget(key)
         if self.kv_observer is not None:

@@ -179,7 +179,10 @@ class KvObserver(Protocol):
         """
 
     def on_sequence_dropped(self, key: str) -> None:
-        """A sequence has released its slabs without handing them over."""
+        """A sequence is about to release its slabs without handing them over.
+
+        When this returns, nothing that the observer has begun reads them any more.
+        """
 
 
 class StepObserver(Protocol):

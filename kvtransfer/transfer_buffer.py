@@ -16,6 +16,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
+from diptych.messages import WorkerStats
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
@@ -123,6 +126,17 @@ class TransferBuffer:
             self._ledger.check_books()
             if not 0 <= self._copying <= self._ledger.used:
                 raise AssertionError(f"{self._copying} copies run on {self._ledger.used} owned slabs")
+
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` with the counts of the buffer added."""
+        return msgspec.structs.replace(
+            stats,
+            buffer_slabs=self.num_slabs,
+            buffer_used=self.used,
+            buffer_leased=self.leased,
+            buffer_cached=self.cached,
+            copies_in_flight=self.copying,
+        )
 
     def close(self) -> None:
         """Other processes can open the memory no longer. No copy may run any more. Idempotent."""

@@ -3,6 +3,10 @@
     begin_attempt ──engine──▶ take_over: digests ─▶ lease ─▶ Offer ──Release, Abort or the lease's end──▶ free the slabs
                └─ step by step: Staged hints, if the request asks for them; hashes of complete chunks
 
+On a device, KV leaves the pool for a transfer buffer first, and the lease is on the buffer's slabs:
+
+    begin_attempt ──engine──▶ take_over: queue ─▶ copies, digests ─▶ tend_held: lease ─▶ Offer ── ... ──▶ free the slabs
+
 The first token is already on its way to the client when the last digests are computed. KV that waits to be fetched is
 the buffer between the prefill and the decode pool: while it fills the memory, prompts wait in the engine's bounded
 queue. A lease keeps the sequence's slabs allocated; when it ends, chunks in the prefix tree stay cached.
@@ -15,6 +19,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -45,6 +50,10 @@ from kvtransfer.resharding import ShardedPool
 from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
 from worker.loop import GatewayLink, WorkOrder
+
+if TYPE_CHECKING:
+    # Only workers with a device load it.
+    from prefill_worker.buffered_offers import BufferedOffers
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +124,8 @@ class PrefillWorker:
     """The role of a worker that prefills prompts. Leased slabs stay allocated under the sequence's key.
 
     It registers itself as the observer of `engine`. Without `progress` no KV is announced, even if a request asks for
-    it.
+    it. With `offers`, `pool` is that of their transfer buffer, and `progress` is not used: chunks are announced when
+    they are complete there.
     """
 
     def __init__(
@@ -128,20 +138,23 @@ class PrefillWorker:
         issuer: TicketIssuer,
         progress: LayerProgress | None = None,
         open_transport: Callable[[str], bytes] | None = None,
+        offers: BufferedOffers | None = None,
     ) -> None:
         """`open_transport` opens a transport of this worker and returns its endpoint. It must be safe in any thread."""
         self._open_transport = open_transport
         self.link, self.engine, self.kv, self.pool = link, engine, kv, pool
         self.ledger, self.issuer = ledger, issuer
+        self.offers = offers
         hashes = ChunkHashes(kv, lambda slab: pool.hash_slab(slab, issuer.algorithm))
-        self.announcer = engine.kv_observer = KvAnnouncer(
-            kv, hashes, pool.layout.layers, progress, self._send_hint
-        )
+        self.announcer = KvAnnouncer(kv, hashes, pool.layout.layers, progress, self._send_hint)
+        self._observer = engine.kv_observer = self.announcer if offers is None else offers
+        if offers is not None:
+            offers.open(self._send_hint)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any offered KV is still leased."""
-        return len(self.ledger) > 0
+        """Whether any KV waits to be offered or is still leased."""
+        return len(self.ledger) > 0 or (self.offers is not None and self.offers.is_busy)
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
         """Queue a prompt. Raises SequenceRefused if the queue is full or the order is not for this role."""
@@ -160,7 +173,7 @@ class PrefillWorker:
             case Renew(leases):
                 self.ledger.renew_leases(leases, now_s)
             case Release(request, epoch):
-                self._free_lease(self.ledger.release_lease(request, epoch))
+                self._end_attempts(request, epoch, fetched=True)
             case OpenTransport(transport):
                 # Mapping NIXL's libraries and registering the pool takes long, so a thread does it while prefill goes
                 # on.
@@ -183,19 +196,41 @@ class PrefillWorker:
         self.link.send(opened)
 
     def take_over(self, seq: Sequence, now_s: float) -> None:
-        """Lease and offer the KV of `seq`, which the engine has prefilled. On an error the attempt fails."""
+        """Lease and offer the KV of `seq`, which the engine has prefilled. On an error the attempt fails.
+
+        With a transfer buffer it is queued, and offered by `tend_held` when it is there.
+        """
         try:
-            layout = self.pool.layout_of(seq.kv_class)
-            slabs = self._keep_offered(seq)
-            ticket = self.issuer.sign_ticket(seq, layout, slabs, self.announcer.finish_sequence(seq, slabs))
-            older = self.ledger.grant_lease(seq.id, seq.epoch, slabs, now_s)
+            if self.offers is not None:
+                self.offers.begin_offer(seq)
+            else:
+                slabs = self._keep_offered(seq)
+                self._lease_and_offer(seq, slabs, self.announcer.finish_sequence(seq, slabs), now_s)
         except (DiptychError, ValueError) as error:
             self.kv.release(seq.key)
-            self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
-            return
+            self._report_failed(seq, error)
+
+    def _lease_and_offer(self, seq: Sequence, slabs: list[int], payloads: Many[bytes], now_s: float) -> None:
+        """Sign the ticket for `slabs`, lease them, and send the offer. Raises DiptychError or ValueError."""
+        layout = self.pool.layout_of(seq.kv_class)
+        ticket = self.issuer.sign_ticket(seq, layout, slabs, payloads)
+        older = self.ledger.grant_lease(seq.id, seq.epoch, slabs, now_s)
         self._free_lease(older)
         num_bytes = len(slabs) * layout.chunk_bytes
         self.link.send(Offer(seq.id, seq.epoch, ticket, offered_tokens(seq), num_bytes, len(slabs)))
+
+    def _report_failed(self, seq: Sequence, error: Exception) -> None:
+        self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
+
+    def _tend_offers(self, offers: BufferedOffers, now_s: float) -> None:
+        """Let KV leave for the transfer buffer, and offer what is there."""
+        offers.copy_full_chunks()
+        for ready in offers.poll():
+            try:
+                self._lease_and_offer(ready.seq, ready.slabs, ready.payloads, now_s)
+            except (DiptychError, ValueError) as error:
+                offers.free_offer(ready.seq.key, keep=True)
+                self._report_failed(ready.seq, error)
 
     def _keep_offered(self, seq: Sequence) -> list[int]:
         """The slabs that `seq` offers. The slab of its tokens since the last decision is not among them: it is freed.
@@ -212,30 +247,46 @@ class PrefillWorker:
         return seq.slabs[:place] + seq.slabs[place + 1 :]
 
     def tend_held(self, now_s: float) -> float | None:
-        """Hash full chunks and free expired leases; returns when the next lease expires (clock seconds), or None."""
-        self.announcer.hash_full()
+        """Free expired leases, and hash full chunks or copy them to the transfer buffer.
+
+        Returns when the next lease expires (clock seconds), or None.
+        """
+        if self.offers is None:
+            self.announcer.hash_full()
         for lease in self.ledger.expire_leases(now_s):
             self._free_lease(lease)
+        if self.offers is not None:
+            self._tend_offers(self.offers, now_s)
         return self.ledger.next_expiry_s()
 
     def abort_attempts(self, request: str, epoch: int) -> None:
-        """Free the slabs that are leased to this request."""
-        self._free_lease(self.ledger.release_lease(request, epoch))
+        """Free the slabs that are leased to this request, or that wait to be offered."""
+        self._end_attempts(request, epoch)
+
+    def _end_attempts(self, request: str, epoch: int, fetched: bool = False) -> None:
+        """End the request's lease and its waiting offers; `fetched`: its KV has arrived elsewhere."""
+        self._free_lease(self.ledger.release_lease(request, epoch), fetched)
+        if self.offers is not None:
+            self.offers.end_attempts(request, epoch)
 
     def abandon_all(self) -> list[tuple[str, int]]:
-        """Free all leased slabs; returns their attempts (request, epoch)."""
+        """Free all leased slabs, and those that wait to be offered; returns their attempts (request, epoch)."""
         ended = [(lease.request, lease.epoch) for lease in self.ledger]
         for request, epoch in ended:
             self.abort_attempts(request, epoch)
-        return ended
+        return ended if self.offers is None else ended + self.offers.abandon_all()
 
     def close(self) -> None:
-        """Stop observing the engine, so that another role can use it."""
-        if self.engine.kv_observer is self.announcer:
+        """Stop observing the engine, so that another role can use it. Waits for copies to the transfer buffer."""
+        if self.engine.kv_observer is self._observer:
             self.engine.kv_observer = None
+        if self.offers is not None:
+            self.offers.close()
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
-        """`stats` of the engine, with the counts of leases added."""
+        """`stats` of the engine, with the counts of leases and of the transfer buffer added."""
+        if self.offers is not None:
+            stats = self.offers.complete_stats(stats)
         return msgspec.structs.replace(
             stats,
             leases=len(self.ledger),
@@ -243,6 +294,12 @@ class PrefillWorker:
             late_messages=self.ledger.late_messages,
         )
 
-    def _free_lease(self, lease: Lease | None) -> None:
-        if lease is not None:
-            self.kv.release(f"{lease.request}#{lease.epoch}")
+    def _free_lease(self, lease: Lease | None, fetched: bool = False) -> None:
+        """Free the slabs of a lease that has ended; `fetched`: its KV has arrived elsewhere."""
+        if lease is None:
+            return
+        key = f"{lease.request}#{lease.epoch}"
+        if self.offers is not None:
+            self.offers.free_offer(key, keep=fetched)
+        else:
+            self.kv.release(key)

@@ -27,6 +27,7 @@ from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
 from tests.unit.engine.conservation import Conservation
 from tests.unit.engine.fakes import LAYERS, EngineBench, EvictingFakeRunner, sampling, sequence
+from tests.unit.engine.loop_outputs import RecordingObserver, finish
 
 SEEN: Counter[str] = Counter()
 
@@ -167,3 +168,25 @@ def test_of_a_sequence_that_evicts_only_chunks_below_its_boundary_are_announced(
     assert held == [seq] and seq.bag_slabs
     reader.offer(seq)
     assert {chunk.place for chunk in reader.announced} == set(range(boundary // CHUNK_TOKENS))
+
+
+def test_a_drop_is_announced_while_the_sequence_still_has_its_slabs() -> None:
+    """What is being copied out of them must end before they are somebody else's."""
+    bench, held = EngineBench(num_slabs=6, max_num_batched_tokens=100), dict[str, int]()
+
+    class HoldingObserver(RecordingObserver):
+        def on_sequence_dropped(self, key: str) -> None:
+            held.setdefault(key, bench.holdings.num_held(key))
+
+    bench.engine.kv_observer = HoldingObserver()
+    bench.engine.add(sequence("aborted", 200, hold_kv=True), 0.0)
+    bench.engine.step(bench.clock)
+    bench.engine.abort("aborted", 1)
+    bench.runner.poison = {99}
+    bench.engine.add(sequence("fails", [1, 99]), 0.0)
+    bench.engine.add(sequence("ends", 60, sampling(1), hold_kv=True), 0.0)
+    for name in ("first", "preempted"):
+        bench.engine.add(sequence(name, 150, sampling(90)), 0.0)
+    finish(bench)
+    assert held.keys() == {"aborted#1", "fails#1", "ends#1", "first#1", "preempted#1"}
+    assert min(held.values()) > 0, held

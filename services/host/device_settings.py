@@ -17,7 +17,7 @@ GPU_DEFAULTS: Mapping[str, Any] = {"max_num_batched_tokens": 4096, "max_num_seqs
 # On CUDA one thread serves, and another one waits for copies and hashes.
 CUDA_DEFAULTS: Mapping[str, Any] = {**GPU_DEFAULTS, "threads": 2}
 # Workers on these devices are not finished.
-REFUSED_DEVICES: tuple[str, ...] = GPU_DEVICES
+REFUSED_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def apply_device(loaded: LoadedConfig) -> LoadedConfig:
@@ -69,6 +69,12 @@ def _check_served(config: Config) -> None:
             f"--kv-keep {config.kv_keep:g} evicts KV",
             "workers on GPUs do not evict (docs/gpu.md)",
             "leave out --kv-keep, or use --device cpu",
+        )
+    if config.swap_space:
+        raise ConfigError(
+            "--swap-space keeps KV of preempted requests in host memory",
+            "workers on GPUs compute it again (docs/gpu.md)",
+            "leave out --swap-space, or use --device cpu",
         )
     codecs = config.kv_cache_codec
     if "," in codecs or codecs.strip().split(":")[0] == "auto":

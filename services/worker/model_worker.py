@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from diptych.chunks import RAW_CLASS
 from diptych.process import SupervisorPipe
-from diptych.specs import WorkerSpec
+from diptych.specs import GPU_DEVICES, WorkerSpec
 from engine.scheduling.scheduler import Scheduler
 from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
@@ -18,25 +19,35 @@ from worker.role_tuning import RoleTuning, choose_step_clock
 
 
 def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
-    """Find the model, allocate its KV pools, load the weights and warm up.
+    """Find the model, allocate its KV pools, load the weights and warm up, on the CPU or on the device asked for.
 
     Raises:
         ConfigError: this machine lacks the device, the dtype or enough cores for the ranks.
         ModelError: the model is not found, not supported, cannot be split this way, or does not fit.
         StartError: a rank could not start.
     """
+    recorder = StepRecorder(StepLog(spec.step_log, spec.worker)) if spec.step_log else None
+    if spec.device in GPU_DEVICES:
+        # Imported only here: a worker on the CPU needs nothing of it.
+        from services.worker.device_worker import build_device_worker
+
+        parts = build_device_worker(spec, supervisor, recorder)
+    else:
+        parts = _build_cpu_worker(spec, supervisor, recorder)
+    return parts if recorder is None else _with_step_log(spec, parts, recorder)
+
+
+def _build_cpu_worker(
+    spec: WorkerSpec, supervisor: SupervisorPipe, recorder: StepRecorder | None
+) -> WorkerParts:
+    """The worker on the CPU. Raises as `build_worker`."""
     found = resolve_model(spec)
     memories = [SharedMemory(size) for size in found.pool_sizes]
-    recorder = StepRecorder(StepLog(spec.step_log, spec.worker)) if spec.step_log else None
     body = build_engine(spec, found, memories, supervisor, recorder)
     fingerprint, identity = found.checkpoint.fingerprint(found.dtype)
-    close = body.close
-    suit: Callable[[str], None] = RoleTuning(
+    tuning = RoleTuning(
         body.engine, body.kv, open_saturation_store(spec, found, fingerprint), choose_step_clock(spec)
-    ).tune_for
-    if recorder is not None:
-        close = _run_both(recorder.log.close, close)
-        suit = _tune_and_log(suit, recorder, spec.worker, body.engine.scheduler)
+    )
     return WorkerParts(
         engine=body.engine,
         bulk=body.bulk,
@@ -46,13 +57,19 @@ def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
         fingerprint=fingerprint,
         identity=identity,
         max_model_len=found.plan.max_model_len,
-        close=close,
-        tune_for=suit,
+        close=body.close,
+        tune_for=tuning.tune_for,
         kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
         kv_auto=split_auto(spec.kv_cache_codec)[0],
         keep_classes=body.keep_classes,
         start_later=body.start_later,
     )
+
+
+def _with_step_log(spec: WorkerSpec, parts: WorkerParts, recorder: StepRecorder) -> WorkerParts:
+    """The parts of a worker whose steps and roles are logged."""
+    suit = _tune_and_log(parts.tune_for, recorder, spec.worker, parts.engine.scheduler)
+    return replace(parts, close=_run_both(recorder.log.close, parts.close), tune_for=suit)
 
 
 def _run_both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

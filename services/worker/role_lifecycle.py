@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -36,11 +37,17 @@ from kvtransfer.layer_progress import ENTRY_BYTES, LayerProgress
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.resharding import ShardedPool
 from kvtransfer.shared_memory import SharedMemory
-from kvtransfer.transports.links import OfferedTransports, TransportLinks
+from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLinks
 from prefill_worker.worker import PrefillWorker, TicketIssuer
-from worker.loop import LatestStats, WorkerLoop, WorkerRole
+from worker.loop import LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
 from worker.watchdog import EngineWatchdog
+
+if TYPE_CHECKING:
+    # Only workers on a device load them.
+    from kvcache.device.copies import SlabCopies
+    from kvtransfer.transfer_buffer import TransferBuffer
+    from prefill_worker.buffered_offers import BufferedOffers
 
 
 def _tune_nothing(role: str) -> None:
@@ -77,11 +84,25 @@ class WorkerParts:
     start_later: Callable[[], None] = _start_nothing
     # Does bulk work while the worker decodes, beside `engine`.
     bulk: BulkEngine | None = None
+    # If the pool of `kv` is on a device: the host memory through which KV is handed over, whose pool is `pool`, and
+    # the copies between the two.
+    buffer: TransferBuffer | None = None
+    copies: SlabCopies | None = None
 
     @property
     def layout(self) -> KvLayout:
         """The layout of KV in the worker's pools, over all ranks; of the default KV class, if there are several."""
         return self.pool.layout
+
+    @property
+    def books(self) -> SlabBooks:
+        """The accounts of all slabs that a role may hold."""
+        if self.buffer is None:
+            return self.kv
+        # Only a worker on a device has a buffer.
+        from kvtransfer.transfer_buffer import BufferedBooks
+
+        return BufferedBooks(self.kv, self.buffer)
 
 
 @dataclass(slots=True)
@@ -157,6 +178,11 @@ class _RoleLife:
     memory: SharedMemory
     prefault: PoolPrefault
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether decode workers see the layers of KV that is being computed; in a transfer buffer KV is complete."""
+        return self.spec.pipelined and self.parts.buffer is None
+
 
 def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: SupervisorPipe) -> WorkerLoop:
     """Connect to the gateway in one role, and serve until the role is drained."""
@@ -169,7 +195,7 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
                 spec.transports,
                 shards,
                 spec.worker,
-                life.memory if spec.pipelined else None,
+                life.memory if life.shows_progress else None,
                 parts.pool.spans,
             )
             owned.callback(sources.close)
@@ -183,7 +209,7 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
             link,
             parts.engine,
             role,
-            parts.kv,
+            parts.books,
             latest,
             fingerprint=root,
             codecs={arena.layout.kv_class: arena.layout.codec for arena in parts.pool.arenas},
@@ -226,13 +252,16 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         identity=parts.identity,
         host=life.spec.host,
         pid=os.getpid(),
-        num_slabs=parts.pool.num_slabs,
+        num_slabs=parts.kv.num_slabs,
         chunk_bytes=parts.layout.chunk_bytes,
         max_model_len=parts.max_model_len,
         endpoints=endpoints,
         ended=life.spec.ended,
         kv_classes={
-            arena.layout.kv_class: (arena.span.num_slabs, arena.layout.chunk_bytes)
+            arena.layout.kv_class: (
+                parts.kv.arena_of(arena.layout.kv_class).num_slabs,
+                arena.layout.chunk_bytes,
+            )
             for arena in parts.pool.arenas
         },
         raw_chunk_bytes=replace(parts.layout, codec="").chunk_bytes,
@@ -251,17 +280,37 @@ def _make_prefill_role(
     issuer = TicketIssuer(
         life.key, hello.worker, hello.incarnation, hello.fingerprint, spec.digest, spec.tp, spec.pp
     )
-    ledger, progress = LeaseLedger(spec.lease_s), life.progress if spec.pipelined else None
+    ledger, progress = LeaseLedger(spec.lease_s), life.progress if life.shows_progress else None
     role = PrefillWorker(
-        link, parts.engine, parts.kv, parts.pool, ledger, issuer, progress, sources.open_transport
+        link,
+        parts.engine,
+        parts.kv,
+        parts.pool,
+        ledger,
+        issuer,
+        progress,
+        sources.open_transport,
+        _make_offers(life, link),
     )
     return role, role.close
 
 
+def _make_offers(life: _RoleLife, link: ChannelLink) -> BufferedOffers | None:
+    """What moves KV from a device to the transfer buffer; None of a worker on the CPU."""
+    parts = life.parts
+    if parts.buffer is None or parts.copies is None:
+        return None
+    # Only a worker on a device has a buffer.
+    from prefill_worker.buffered_offers import BufferedOffers
+
+    assert isinstance(parts.kv, KvAllocator)
+    return BufferedOffers(parts.kv, parts.buffer, parts.copies, life.spec.digest, link.wake_poll)
+
+
 def _make_decode_role(life: _RoleLife, link: ChannelLink) -> tuple[WorkerRole, Callable[[], None]]:
     """The decode role, and the function that closes it."""
-    spec, parts = life.spec, life.parts
-    fetcher = KvFetcher(TransportLinks(spec.transports, parts.pool, spec.digest), link.send, link.wake_poll)
+    parts = life.parts
+    fetcher = KvFetcher(_make_links(life), link.send, link.wake_poll)
     role = DecodeWorker(
         link,
         parts.engine,
@@ -270,7 +319,20 @@ def _make_decode_role(life: _RoleLife, link: ChannelLink) -> tuple[WorkerRole, C
         fetcher,
         life.key,
         parts.fingerprint,
-        BagRepacker(parts.pool),
+        BagRepacker(parts.pool) if parts.buffer is None else None,
+        parts.buffer,
     )
     fetcher.open()
     return role, fetcher.close
+
+
+def _make_links(life: _RoleLife) -> KvLinks:
+    """The links to prefill workers, through the transfer buffer if there is one."""
+    spec, parts = life.spec, life.parts
+    links = TransportLinks(spec.transports, parts.pool, spec.digest)
+    if parts.buffer is None or parts.copies is None:
+        return links
+    # Only a worker on a device has a buffer.
+    from kvtransfer.buffered_links import BufferedLinks
+
+    return BufferedLinks(links, parts.buffer, parts.copies)

@@ -42,7 +42,10 @@ from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
 
 T = TypeVar("T")
 GRACE_S = 2.0  # of workers that are to end
-BOOKS = ("slabs_used", "leases", "staging_bytes", "running", "waiting")  # 0 in every worker at rest
+# 0 in every worker at rest.
+BOOKS = (
+    "slabs_used", "leases", "staging_bytes", "running", "waiting", "buffer_used", "copies_in_flight", "offers_waiting",
+)  # fmt: skip
 
 
 def sum_samples(shown: str, name: str, **labels: str) -> float:

@@ -42,6 +42,7 @@ def test_steps_are_larger_on_a_gpu_unless_the_user_says_otherwise() -> None:
         ({"prefill_pp": "3"}, "--prefill-pp 3 splits a worker"),
         ({"decode_pp": "3"}, "--decode-pp 3 splits a worker"),
         ({"kv_keep": "0.9"}, "--kv-keep 0.9 evicts KV"),
+        ({"swap_space": "1GiB"}, "--swap-space keeps KV"),
         ({"kv_cache_codec": "raw:0.5,tq4"}, "several KV classes"),
         ({"kv_cache_codec": "auto"}, "several KV classes"),
         ({"kv_cache_codec": "auto,tq4"}, "several KV classes"),

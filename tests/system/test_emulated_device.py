@@ -1,0 +1,203 @@
+"""Whole deployments on the emulated device: tokens are those of a CPU worker, whatever happens, and no KV is left.
+
+A token may differ where the CPU worker's two best log-probabilities lie within `NEAR_TIE`: sums round differently.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.cli.client import admin
+from tests.support.deployment import Launched, Served, call_at_once, serve, serve_parts, wait_for
+from tests.system.transformers_oracle import read_text
+
+NEAR_TIE = 1e-3
+NEW_TOKENS, LONG_ANSWER = 12, 80
+ADMIN = "the key of the admin"
+EMULATED = ("tiny", "--device", "emulated", "--dtype", "float32", "--data-dir", "none")
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 400, 511, 512, 513, 800, 1025, 1900)
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 7},
+    "filtered": {"temperature": 1.2, "seed": 8, "top_p": 0.8, "extra_body": {"top_k": 40, "min_p": 0.02}},
+    "penalised": {"temperature": 0.9, "seed": 9, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+}
+pytestmark = pytest.mark.timeout(600)
+
+
+class Reference(NamedTuple):
+    """An answer of a CPU worker: its tokens, and how far its two best log-probabilities lie apart at each."""
+
+    tokens: list[str]
+    gaps: list[float]
+
+    def explains(self, text: str) -> bool:
+        """Whether `text` is this answer, or leaves it where two tokens are nearly as likely."""
+        at = 0
+        for token, gap in zip(self.tokens, self.gaps, strict=True):
+            if not text.startswith(token, at):
+                return gap <= NEAR_TIE
+            at += len(token)
+        return at == len(text)
+
+
+def ask(served: Served, prompt: list[int], kind: str, num_tokens: int = NEW_TOKENS, **more: Any) -> Any:
+    """The choice that answers a prompt."""
+    sampling = SAMPLING[kind]
+    body = {"ignore_eos": True, "skip_special_tokens": False} | sampling.get("extra_body", {})
+    with served.client() as client:
+        done = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=num_tokens, **{**sampling, **more, "extra_body": body}
+        )
+    return done.choices[0]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    text, rng = read_text(), random.Random(3)
+    starts = [rng.randrange(len(text) - n) for n in LENGTHS]
+    return [text[start : start + n] for start, n in zip(starts, LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> dict[str, list[Reference]]:
+    """What one CPU worker answers; of "greedy" long answers too."""
+
+    def refer(served: Served, prompt: list[int], kind: str, num_tokens: int) -> Reference:
+        shown = ask(served, prompt, kind, num_tokens, logprobs=2).logprobs
+        best = [sorted(top.values(), reverse=True)[:2] for top in shown.top_logprobs]
+        return Reference(list(shown.tokens), [first - second for first, second in best])
+
+    found: dict[str, list[Reference]] = {}
+    with serve_parts("tiny", "--colocated", "1", "--data-dir", "none") as served:
+        for kind in SAMPLING:
+            found[kind] = call_at_once([partial(refer, served, one, kind, NEW_TOKENS) for one in prompts])
+        found["long"] = call_at_once(
+            [partial(refer, served, one, "greedy", LONG_ANSWER) for one in prompts[:8]]
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Launched]:
+    """Two pools of two workers each, by `diptych serve`."""
+    with serve(*EMULATED, "--prefill", "2", "--decode", "2", "--admin-key", ADMIN) as served:
+        yield served
+
+
+def unexplained(served: Served, prompts: list[list[int]], kind: str, wanted: list[Reference]) -> list[int]:
+    """The lengths of prompts whose answers, all asked for at once, are not those that are wanted."""
+    answers = call_at_once([partial(ask, served, one, kind) for one in prompts])
+    pairs = zip(prompts, answers, wanted, strict=True)
+    return [len(prompt) for prompt, answer, one in pairs if not one.explains(answer.text)]
+
+
+def answer_beside(served: Served, prompts: list[list[int]], order: Callable[[], None]) -> list[str]:
+    """Long answers to the first prompts, during which an order is given, once most of them are being answered."""
+
+    def give_order() -> str:
+        wait_for(lambda: served.status()["open_requests"] >= 6, pause_s=0.01)
+        order()
+        return ""
+
+    def answer(prompt: list[int]) -> str:
+        return str(ask(served, prompt, "greedy", LONG_ANSWER).text)
+
+    calls: list[Callable[[], str]] = [give_order, *(partial(answer, one) for one in prompts[:8])]
+    return call_at_once(calls)[1:]
+
+
+def all_up(served: Served) -> bool:
+    """Whether all workers are there and linked."""
+    state = served.status()
+    there = {one["worker"] for one in state["workers"] if one["state"] == "up"}
+    return bool(state["ready"] and not state["reasons"]) and there == set(WORKERS)
+
+
+def rests(served: Served) -> None:
+    """Wait until no KV is held on devices or in buffers."""
+    wait_for(lambda: not served.held(), explain=served.held)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_answers_are_those_of_a_cpu_worker(
+    pools: Launched, prompts: list[list[int]], expected: dict[str, list[Reference]], kind: str
+) -> None:
+    assert unexplained(pools, prompts, kind, expected[kind]) == []
+    rests(pools)
+
+
+def test_kv_went_through_the_buffers(pools: Launched) -> None:
+    state = pools.status()
+    assert {one["kv_classes"]["raw"]["slabs"] for one in state["workers"]} == {512}
+    assert all(one["stats"]["buffer_slabs"] == 128 for one in state["workers"])
+    prefill = [one for one in state["workers"] if one["role"] == "prefill"]
+    assert any(one["stats"]["buffer_cached"] for one in prefill)
+    assert pools.metric("diptych:transfer_bytes_total") > 0
+
+
+@pytest.mark.parametrize("killed", WORKERS)
+def test_a_killed_worker_loses_no_request(
+    pools: Launched, prompts: list[list[int]], expected: dict[str, list[Reference]], killed: str
+) -> None:
+    wait_for(lambda: all_up(pools))
+    process = pools.worker(killed)
+
+    texts = answer_beside(pools, prompts, lambda: os.kill(process.pid, signal.SIGKILL))
+    wrong = [text for text, one in zip(texts, expected["long"], strict=True) if not one.explains(text)]
+    assert not wrong
+    wait_for(lambda: all_up(pools) and pools.worker(killed).pid != process.pid)
+    rests(pools)
+
+
+def test_a_worker_that_changes_pool_reloads_nothing(
+    pools: Launched, prompts: list[list[int]], expected: dict[str, list[Reference]]
+) -> None:
+    wait_for(lambda: all_up(pools))
+    before = pools.worker("decode-1").pid
+
+    def has_role(role: str) -> bool:
+        (found,) = [one for one in pools.status()["workers"] if one["worker"] == "decode-1"]
+        return found["role"] == role and all_up(pools)
+
+    for role in ("prefill", "decode"):
+        admin.switch_role(pools.url, ADMIN, "decode-1", role, False)
+        wait_for(partial(has_role, role))
+        assert unexplained(pools, prompts, "greedy", expected["greedy"]) == []
+        assert pools.worker("decode-1").pid == before
+        rests(pools)
+
+
+def test_a_drained_worker_finishes_what_it_has(
+    pools: Launched, prompts: list[list[int]], expected: dict[str, list[Reference]]
+) -> None:
+    wait_for(lambda: all_up(pools))
+
+    def drain() -> None:
+        for worker in ("prefill-1", "decode-1"):
+            admin.drain_worker(pools.url, ADMIN, worker, False)
+
+    texts = answer_beside(pools, prompts, drain)
+    assert all(one.explains(text) for text, one in zip(texts, expected["long"], strict=True))
+    wait_for(lambda: {one["worker"] for one in pools.status()["workers"]} == {"prefill-0", "decode-0"})
+    rests(pools)
+
+
+def test_a_buffer_for_one_request_makes_others_wait(
+    prompts: list[list[int]], expected: dict[str, list[Reference]]
+) -> None:
+    """12 MiB hold a request of 2,048 tokens: 32 chunks of 384 KiB."""
+    sizes = ("--transfer-buffer-bytes", "12MiB", "--kv-cache-memory-bytes", "48MiB")
+    with serve_parts(*EMULATED, *sizes) as served:
+        assert all(one["stats"]["buffer_slabs"] == 32 for one in served.status()["workers"])
+        for kind in ("greedy", "seeded"):
+            assert unexplained(served, prompts, kind, expected[kind]) == []
+        rests(served)

@@ -251,6 +251,7 @@ class LiveHealthProbes:
             "host": hello.host,
             "pid": hello.pid,
             "log_file": hello.log_file,
+            "device": hello.identity.get("device", "cpu"),
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
             "stats": msgspec.structs.asdict(member.stats),
         }

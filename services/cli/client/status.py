@@ -99,6 +99,8 @@ def show_state(now: GatewayState) -> None:
     for line in format_table([*COLUMNS, HITS_TITLE, CLASS_TITLE], rows):
         print(line)
     for one in now.workers:
+        if line := _format_buffer(one):
+            print(line)
         if one.get("log_file"):
             print(f"{one['worker']} on {one['host']}, log {one['log_file']}")
     for link in now.links:
@@ -111,6 +113,18 @@ def show_state(now: GatewayState) -> None:
         print(line)
     for line in format_batches(now.body.get("batches", {})):
         print(line)
+
+
+def _format_buffer(worker: dict[str, Any]) -> str:
+    """The device of a worker that has one, and its transfer buffer; empty for a worker on the CPU."""
+    stats = worker.get("stats", {})
+    if not stats.get("buffer_slabs"):
+        return ""
+    return (
+        f"{worker['worker']} on {worker['device']}: of {stats['buffer_slabs']} slabs of the transfer buffer"
+        f" {stats['buffer_used']} are used, {stats['buffer_leased']} of them leased;"
+        f" {stats['buffer_cached']} are cached"
+    )
 
 
 BULK_SOURCES = {

@@ -172,7 +172,9 @@ class RelayBackend:
         """The latest statistics of every worker, by name."""
         members = self.relay.fleet.workers
         return [
-            WorkerSnapshot(name, one.role, one.stats, one.hello.kv_classes)
+            WorkerSnapshot(
+                name, one.role, one.stats, one.hello.kv_classes, one.hello.identity.get("device", "cpu")
+            )
             for name, one in sorted(members.items())
         ]
 

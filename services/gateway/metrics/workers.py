@@ -44,6 +44,8 @@ class WorkerSnapshot:
     stats: WorkerStats
     # KV class -> number of slabs, bytes of a chunk.
     kv_classes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # The name of its device.
+    device: str = "cpu"
 
     @property
     def class_use(self) -> dict[str, ClassUse]:
@@ -103,6 +105,15 @@ class WorkerCollector(Collector):
             "Seconds since the engine's last progress, if unusually long",
             "stuck_s",
         ),
+    )
+    # Of workers with a transfer buffer.
+    BUFFER_GAUGES = (
+        ("diptych:buffer_slabs", "Slabs of the transfer buffer", "buffer_slabs"),
+        ("diptych:buffer_slabs_used", "Of these, written, read or leased", "buffer_used"),
+        ("diptych:buffer_slabs_leased", "Of the used ones, leased", "buffer_leased"),
+        ("diptych:buffer_slabs_cached", "Slabs with chunks that may be offered again", "buffer_cached"),
+        ("diptych:device_copies", "Slabs being copied to or from the device", "copies_in_flight"),
+        ("diptych:offers_waiting", "Prefilled requests that wait for the buffer", "offers_waiting"),
     )
     COUNTERS = (
         ("diptych:late_messages", "Messages of attempts that had ended", "late_messages"),
@@ -173,6 +184,7 @@ class WorkerCollector(Collector):
             yield counter
         yield from self._collect_by_name(snapshots)
         yield from self._collect_classes(snapshots)
+        yield from self._collect_buffers([one for one in snapshots if one.stats.buffer_slabs])
         yield from self._collect_links()
 
     def _collect_classes(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
@@ -183,6 +195,22 @@ class WorkerCollector(Collector):
             for snapshot in snapshots:
                 for kv_class, use in snapshot.class_use.items():
                     gauge.add_metric([snapshot.worker, snapshot.role, kv_class], getattr(use, attribute))
+            yield gauge
+
+    def _collect_buffers(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """Transfer buffers, of the workers that have one; and on which device these compute."""
+        if not snapshots:
+            return
+        device = GaugeMetricFamily(
+            "diptych:worker_device_info", "1; the label is the device", labels=["worker", "role", "device"]
+        )
+        for snapshot in snapshots:
+            device.add_metric([snapshot.worker, snapshot.role, snapshot.device], 1)
+        yield device
+        for name, help_text, attribute in self.BUFFER_GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=["worker", "role"])
+            for snapshot in snapshots:
+                gauge.add_metric([snapshot.worker, snapshot.role], getattr(snapshot.stats, attribute))
             yield gauge
 
     def _collect_by_name(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:

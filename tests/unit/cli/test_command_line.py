@@ -203,6 +203,29 @@ def test_status_shows_the_room_of_each_class(capsys: pytest.CaptureFixture[str])
     assert lines[-1][-4:] == ["raw,", "tq4.s0", "(not", "proven)"]
 
 
+def test_status_shows_the_transfer_buffer_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = {"buffer_slabs": 32, "buffer_used": 9, "buffer_leased": 4, "buffer_cached": 7}
+    worker = {
+        "worker": "prefill-0",
+        "role": "prefill",
+        "state": "up",
+        "device": "NVIDIA H200",
+        "stats": stats,
+    }
+    other = {
+        "worker": "decode-0",
+        "role": "decode",
+        "state": "up",
+        "device": "cpu",
+        "stats": {"buffer_slabs": 0},
+    }
+    show_state(read_state({"ready": True, "workers": [worker, other]}))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "buffer" in line]
+    assert line.startswith(
+        "prefill-0 on NVIDIA H200: of 32 slabs of the transfer buffer 9 are used, 4 of them"
+    )
+
+
 def test_status_shows_the_mode_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
     auto = {"budget_pct": 1.0, "classes": ["raw", "nuq4-1%"], "lighter": []}
     show_state(read_state({"ready": True, "kv_auto": auto | {"classes": ["raw"]}}))

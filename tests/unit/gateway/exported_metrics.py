@@ -18,7 +18,7 @@ Entry = tuple[str, frozenset[str]]  # type and labels
 def exported() -> dict[str, Entry]:
     """Every metric, named as /metrics shows it, with its type and labels."""
     metrics = GatewayMetrics(Slo(ttft_s=1.0, tpot_s=0.1))
-    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0})
+    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0}, buffer_slabs=8)
     books, link = (
         WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096)}),
         LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),

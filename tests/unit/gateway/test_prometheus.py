@@ -137,6 +137,26 @@ def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None
     assert found[f"diptych:seat_pauses_total{{{worker}}}"] == 7
 
 
+def test_transfer_buffers_are_shown_of_workers_that_have_one() -> None:
+    metrics = GatewayMetrics()
+    stats = WorkerStats(
+        buffer_slabs=32, buffer_used=9, buffer_leased=4, buffer_cached=7, copies_in_flight=2, offers_waiting=3
+    )
+    workers = [
+        WorkerSnapshot("prefill-0", "prefill", stats, device="NVIDIA H200"),
+        WorkerSnapshot("decode-0", "decode", WorkerStats()),
+    ]
+    metrics.watch_workers(lambda: workers, list, "toy")
+    found = values(metrics)
+    assert found["diptych:worker_device_info{device=NVIDIA H200,role=prefill,worker=prefill-0}"] == 1
+    shown = {"buffer_slabs": 32, "buffer_slabs_used": 9, "buffer_slabs_leased": 4, "buffer_slabs_cached": 7}
+    for name, value in (shown | {"device_copies": 2, "offers_waiting": 3}).items():
+        assert found[f"diptych:{name}{{role=prefill,worker=prefill-0}}"] == value
+        assert f"diptych:{name}{{role=decode,worker=decode-0}}" not in found
+    del workers[0]
+    assert not [name for name in values(metrics) if "buffer" in name or "device" in name]
+
+
 def test_workers_appear_while_they_are_there() -> None:
     metrics, books = (
         GatewayMetrics(),

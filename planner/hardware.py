@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from diptych.errors import ConfigError
+from diptych.specs import EMULATED
 from planner.types import Count, LinkSpec, PeakShare, Positive, PositiveOrZero, Seconds
 
 # The name of the device that stands for one CPU core, and the most cores of one machine.
@@ -137,6 +138,20 @@ def find_device(name: str, *own: Device) -> Device:
             "name one of these, or describe your own in a file for --profile (docs/planning.md, Files)",
         )
     return found
+
+
+def served_device(names: Iterable[str]) -> Device:
+    """The device of workers that name theirs so: a CPU core, or a GPU.
+
+    Raises:
+        ConfigError: they have several kinds of device, or one that is not known.
+    """
+    kinds = sorted(set(names))
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"workers compute on {' and '.join(kinds)}", "a profile is of one kind", "measure each by itself"
+        )
+    return find_device(CPU if kinds in ([], [EMULATED]) else kinds[0])
 
 
 def normalize_name(name: str) -> str:

@@ -36,7 +36,7 @@ from planner.costs.model import ModelDims, dims_on_cpu, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profiler import MeasuredStep, MeasuredTransfer, WorkerTrace
 from planner.costs.step import StepCost
-from planner.hardware import CPU, find_device
+from planner.hardware import CPU, Device, served_device
 from planner.types import GatewayCpuCost, Job, KvClassWork, Parallelism
 from planner.workload.kv_mix import KvMixedSource
 from planner.workload.workload import JobSource
@@ -369,11 +369,11 @@ def measure_profile(
     calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
     moves = live.read_handoffs({name for life in calm for name in life.come})
     ttft_s = statistics.fmean(alone.ttfts_s)
-    dims, room = _served_shape(live, base)
+    device, dims, room = _served_shape(live, base)
     costs = profiler.fit_costs([step for life in traces for step in life.steps])
     beside = profiler.measure_overheads(calm, traces, ttft_s, moves)
     where = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"
-    profile = profiler.build_profile(dims, find_device(CPU), Parallelism(), room, costs, beside, where)
+    profile = profiler.build_profile(dims, device, Parallelism(), room, costs, beside, where)
     profile = _add_classes(profile, costs.cost, logs, further)
     if evicting:
         evicted = [life.between(*_span_s(evicting)) for life in logs]
@@ -430,11 +430,12 @@ def _span_s(stages: Sequence[LoadStage]) -> tuple[float, float]:
     return stages[0].begun_s, stages[-1].ended_s
 
 
-def _served_shape(live: LiveDeployment, base: str) -> tuple[ModelDims, int]:
-    """The model's dimensions as it is served, and a worker's room for KV in tokens (`_worker_room`)."""
-    status = live.get_status()
-    dims = replace(dims_on_cpu(find_model(live.model or "embedded")), max_len=status["max_model_len"])
-    return dims, min(_worker_room(dims, worker, base) for worker in status["workers"])
+def _served_shape(live: LiveDeployment, base: str) -> tuple[Device, ModelDims, int]:
+    """The device and the model's dimensions as it is served, and a worker's room for KV in tokens (`_worker_room`)."""
+    status, dims = live.get_status(), find_model(live.model or "embedded")
+    device = served_device(worker["device"] for worker in status["workers"])
+    dims = replace(dims_on_cpu(dims) if device.name == CPU else dims, max_len=status["max_model_len"])
+    return device, dims, min(_worker_room(dims, worker, base) for worker in status["workers"])
 
 
 def _worker_room(dims: ModelDims, worker: Mapping[str, Any], base: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.errors import ConfigError
-from planner.hardware import DEVICES, Device, find_device
+from planner.hardware import CPU, DEVICES, Device, find_device, served_device
 
 
 @pytest.mark.parametrize("one", DEVICES.values(), ids=lambda one: one.name)
@@ -52,3 +52,12 @@ def test_a_device_that_a_profile_describes_comes_first() -> None:
 
 def test_cores_are_of_one_machine() -> None:
     assert find_device("cpu").slots > 256 and find_device("H100").slots == 8
+
+
+def test_the_device_of_workers_is_the_one_that_they_name() -> None:
+    assert served_device(["cpu", "cpu"]).name == served_device(["emulated"]).name == CPU
+    assert served_device(["NVIDIA H200"] * 2).name == "H200"
+    with pytest.raises(ConfigError, match="workers compute on NVIDIA H200 and cpu"):
+        served_device(["NVIDIA H200", "cpu"])
+    with pytest.raises(ConfigError, match="is not known"):
+        served_device(["NVIDIA Imaginary 9000"])

@@ -453,15 +453,6 @@ def test_defaults_of_the_specifications_are_those_of_the_settings() -> None:
     assert [getattr(gateway, name) for name in also] == [getattr(config, name) for name in also]
 
 
-FIELDS_OF_GPU_WORKERS = {
-    "kv_bytes_asked",
-    "gpu_memory_utilization",
-    "gpu_workers",
-    "emulated_bytes",
-    "transfer_buffer_bytes",
-}
-
-
 @pytest.mark.parametrize(
     ("spec", "rooms"),
     [
@@ -477,11 +468,7 @@ def test_every_field_of_a_specification_is_read_by_the_part_it_is_for(
         if isinstance(one, property) and one.fget and re.search(rf"\bspec\.{name}\b", text):
             # Who reads a property reads its fields.
             text += inspect.getsource(one.fget).replace("self.", "spec.")
-    unread = [name for name in spec.__struct_fields__ if not re.search(rf"\bspec\.{name}\b", text)]
-    # Workers on GPUs are refused until this file builds them. Then it reads these, and they must go from here.
-    if spec is WorkerSpec and not (ROOT / "worker/build_device.py").exists():
-        unread = [name for name in unread if name not in FIELDS_OF_GPU_WORKERS]
-    assert unread == []
+    assert [name for name in spec.__struct_fields__ if not re.search(rf"\bspec\.{name}\b", text)] == []
 
 
 def test_the_documentation_is_up_to_date() -> None:

@@ -225,9 +225,8 @@ def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", codec=codec)
     pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
     parts: Any = SimpleNamespace(
-        pool=pool, layout=layout, fingerprint="f", identity={}, max_model_len=192, kv_losses={"int4.g2": 0.5},
-        kv_auto=True,
-        keep_classes=("raw",),
+        pool=pool, kv=KvAllocator(SlabLedger(3)), layout=layout, fingerprint="f", identity={},
+        max_model_len=192, kv_losses={"int4.g2": 0.5}, kv_auto=True, keep_classes=("raw",),
     )  # fmt: skip
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(parts=parts, spec=spec, role="decode")

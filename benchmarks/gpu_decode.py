@@ -140,9 +140,7 @@ class Model:
         self.place, self.chunks = place, layout.num_chunks(context + 1)
         self.bytes_per_token = layout.bytes_per_token
         slabs = batch * self.chunks
-        self.runner = GpuModelRunner.load(
-            shape, Random(place), slabs, context + 1, str(place.device), place.dtype
-        )
+        self.runner = GpuModelRunner.load(shape, Random(), slabs, context + 1, str(place.device), place.dtype)
 
     def works(self, batch: int, context: int) -> list[StepWork]:
         """A decode step of `batch` sequences of `context` tokens."""

@@ -21,8 +21,8 @@ from engine.model.rope import rope_tables
 class WeightSource(Protocol):
     """Supplies weights: a checkpoint (`engine.model.weights.WeightReader`), or random numbers in a benchmark."""
 
-    def read_tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name`, which must have exactly the given shape."""
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, on any device and of any floating type, with the tensor `name`, which must have its shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,9 @@ class GpuLayer:
 class GpuDecoder:
     """Weights and rotary tables of one model on one device. KV is stored in the pages that are passed in,
     by `kernels` of the device's kind.
+
+    Each tensor is read into its place on the device, in the decoder's type: there is never a second one beside it, on
+    the host or on the device. A tied output matrix is the embedding.
     """
 
     def __init__(
@@ -69,15 +72,10 @@ class GpuDecoder:
         self.kernels = kernels
         # The device with its index, for example cuda:0 instead of cuda.
         self.device = torch.empty(0, device=device).device
-        embedding = source.read_tensor("model.embed_tokens.weight", config.vocab, config.hidden)
-        self.embedding = embedding.to(device, dtype)
+        self.embedding = self._table(source, "model.embed_tokens")
         self.layers = [self._layer(source, index) for index in range(config.layers)]
         self.norm = self._norm(source, "model.norm", config.hidden)
-        head = (
-            self.embedding
-            if config.tied
-            else source.read_tensor("lm_head.weight", config.vocab, config.hidden).to(device, dtype)
-        )
+        head = self.embedding if config.tied else self._table(source, "lm_head")
         self.head = CublasLinear(head, None)
         cos, sin = rope_tables(config.rope, config.head_dim, max_model_len)
         self.rotary = (cos.to(device), sin.to(device))
@@ -157,12 +155,20 @@ class GpuDecoder:
         """One product that stacks the products named in `outputs` (name -> number of outputs)."""
 
         def stack(kind: str, *rest: int) -> torch.Tensor:
-            parts = [
-                source.read_tensor(f"{prefix}{name}.{kind}", rows, *rest) for name, rows in outputs.items()
-            ]
-            return torch.cat([part.to(self.device, self.dtype) for part in parts])
+            out = torch.empty(sum(outputs.values()), *rest, dtype=self.dtype, device=self.device)
+            for name, part in zip(outputs, torch.split(out, list(outputs.values())), strict=True):
+                source.read_into(f"{prefix}{name}.{kind}", part)
+            return out
 
         return CublasLinear(stack("weight", inputs), stack("bias") if bias else None)
 
+    def _table(self, source: WeightSource, name: str) -> torch.Tensor:
+        """A row for each token: the embedding, or the output matrix."""
+        out = torch.empty(self.config.vocab, self.config.hidden, dtype=self.dtype, device=self.device)
+        source.read_into(f"{name}.weight", out)
+        return out
+
     def _norm(self, source: WeightSource, name: str, width: int) -> torch.Tensor:
-        return source.read_tensor(f"{name}.weight", width).to(self.device, torch.float32)
+        out = torch.empty(width, dtype=torch.float32, device=self.device)
+        source.read_into(f"{name}.weight", out)
+        return out

@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files and casts them once to the compute dtype.
+"""Reads tensors from safetensors files and casts them once to the compute dtype, on the host or straight to a device.
 
 Files are read, not mapped: the pages of a mapped file would count as memory of the process, beside the tensors made
 from them, and the peak during loading would be twice the announced memory. The file format is described in
@@ -91,6 +91,14 @@ class WeightReader:
         """
         return self._gather_rows(names, rest, WHOLE_RANGE)
 
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, on any device and of any floating type, with the tensor `name`, which must have its shape.
+
+        It is read piece by piece; for a GPU into page-locked memory, which a copy to it reads at full speed. Raises as
+        `read_tensor`.
+        """
+        _read_rows(self._find_tensor(name, tuple(out.shape)), range(len(out)), WHOLE_RANGE, out)
+
     def _gather_rows(
         self, names: list[tuple[str, int, slice]], rest: tuple[int, ...], columns: slice
     ) -> torch.Tensor:
@@ -144,7 +152,7 @@ def _read_rows(tensor: OpenTensor, rows: range, columns: slice, out: torch.Tenso
     step = max(1, PIECE_BYTES // (width * dtype.itemsize))
     for begin in range(0, len(rows), step):
         some = rows[begin : begin + step]
-        piece = torch.empty(len(some), *tensor.shape[1:], dtype=dtype)
+        piece = torch.empty(len(some), *tensor.shape[1:], dtype=dtype, pin_memory=out.is_cuda)
         view = piece.view(torch.uint8).numpy().data.cast("B")
         start = tensor.start + some.start * width * dtype.itemsize
         if os.preadv(tensor.file, [view], start) != view.nbytes:

@@ -109,9 +109,7 @@ def main(dtype: str, *codecs: str) -> None:
             setattr(module, name, Recorder(getattr(module, name)))
     shape = replace(LLAMA_8B, layers=1, vocab=64, mlp=1024, windows=(0,))
     place = torch.device("cpu")
-    decoder = GpuDecoder(
-        shape, Random(Place(place, dtype)), 4096, place, getattr(torch, dtype), TritonKernels()
-    )
+    decoder = GpuDecoder(shape, Random(), 4096, place, getattr(torch, dtype), TritonKernels())
     tuning = LaunchTuning(programs=1056, saving_bytes=0)
     for codec in ("", *codecs):
         launch_steps(decoder, open_pages(shape, Place(place, dtype, layers=1), codec, 128, tuning))

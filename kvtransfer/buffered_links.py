@@ -3,7 +3,8 @@
     free buffer slabs ─▶ pull, hash ─▶ copy to the device's slabs ─▶ copies have ended ─▶ free buffer slabs
 
 KV is moved piece by piece, so a request of any length needs a bounded part of the buffer. While the buffer is full,
-pulls wait for their turn, in the order in which they asked for a piece; none fails. A pull ends only when nothing
+pulls wait for their turn, in the order in which they asked for a piece; none fails. Pieces that are pulled from one
+source take half of the buffer at most: while it stalls, the KV of other sources goes on. A pull ends only when nothing
 writes to its slabs any more, in the buffer and on the device, whether it succeeds, fails or is stopped.
 
 A piece is hashed in the buffer, and copied on before its digest is compared: it goes into slabs that are reserved for
@@ -12,9 +13,10 @@ the request, and nobody reads these before `kvtransfer.handoff.hand_off` has ver
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from kvtransfer.cooperative import CoopTask
@@ -50,9 +52,13 @@ class BufferedLinks:
 
     def __init__(self, links: KvLinks, buffer: TransferBuffer, copies: SlabCopies) -> None:
         self._links, self._buffer, self._copies = links, buffer, copies
-        # The pulls that wait for a piece, in the order in which they asked.
-        self._waiting: deque[PieceUploads] = deque()
+        # The pulls that wait for a piece, by source, in the order in which they asked; and the places in their queue.
+        self._waiting: dict[str, deque[PieceUploads]] = {}
+        self._places = count()
         self._piece_slabs = max(1, min(MAX_PIECE_SLABS, buffer.num_slabs // 4))
+        # Slabs of the pieces that are being pulled from each source, and the most of one source.
+        self._pulling: Counter[str] = Counter()
+        self._max_pulling = max(1, buffer.num_slabs // 2)
 
     @property
     def hasher(self) -> Callable[[], PayloadHasher]:
@@ -82,7 +88,7 @@ class BufferedLinks:
 
         Raises StaleTicket without a link.
         """
-        return BufferedConnection(self, self._links.connection_to(worker, incarnation))
+        return BufferedConnection(self, worker, self._links.connection_to(worker, incarnation))
 
     def pull_task(
         self, ticket: Ticket, pairs: Sequence[tuple[int, int]], stop: StopCheck | None = None
@@ -103,47 +109,68 @@ class BufferedLinks:
             piece = [(source, slab) for (source, _), slab in zip(pairs[first:], slabs, strict=False)]
             payloads.extend((yield from self._links.pull_task(ticket, piece, stop)))
 
-        yield from self.move_pieces([own for _, own in pairs], pull_piece, stop)
+        yield from self.move_pieces(ticket.worker, [own for _, own in pairs], pull_piece, stop)
         return payloads
 
     def move_pieces(
-        self, own_slabs: Sequence[int], pull_piece: PullPiece, stop: StopCheck | None
+        self, worker: str, own_slabs: Sequence[int], pull_piece: PullPiece, stop: StopCheck | None
     ) -> CoopTask[None]:
-        """Pull chunks through the buffer to `own_slabs` of the device, piece by piece. Raises as `pull_task`."""
+        """Pull chunks of `worker` through the buffer to `own_slabs` of the device, piece by piece.
+
+        Raises as `pull_task`.
+        """
         uploads, first = PieceUploads(self._buffer, self._copies), 0
         try:
             while first < len(own_slabs):
                 most = min(self._piece_slabs, len(own_slabs) - first)
-                slabs = yield from self._take_piece(uploads, most, stop)
+                slabs = yield from self._take_piece(worker, uploads, most, stop)
                 try:
                     yield from pull_piece(first, slabs)
+                    uploads.begin_upload(slabs, own_slabs[first : first + len(slabs)])
                 except Exception:
                     # Nothing writes to the piece any more, and nothing of it is being copied on.
                     self._buffer.give_back(slabs, PULL_OWNER)
                     raise
-                uploads.begin_upload(slabs, own_slabs[first : first + len(slabs)])
+                finally:
+                    self._pulling[worker] -= len(slabs)
                 first += len(slabs)
         except Exception:
             yield from uploads.finish_uploads()
             raise
         yield from uploads.finish_uploads()
 
-    def _take_piece(self, uploads: PieceUploads, most: int, stop: StopCheck | None) -> CoopTask[list[int]]:
-        """Take up to `most` buffer slabs, when no pull before this one waits. Raises HandoffAborted."""
-        self._waiting.append(uploads)
+    def _take_piece(
+        self, worker: str, uploads: PieceUploads, most: int, stop: StopCheck | None
+    ) -> CoopTask[list[int]]:
+        """Take up to `most` buffer slabs, when no pull before this one waits for them. Raises HandoffAborted."""
+        waiting, uploads.place = self._waiting.setdefault(worker, deque()), next(self._places)
+        waiting.append(uploads)
         pause_s = MIN_POLL_S
         try:
             while True:
                 if stop is not None and stop():
                     raise HandoffAborted("the pull was stopped")
                 uploads.free_uploaded()
-                may_take = self._waiting[0] is uploads and len(uploads) < MAX_UPLOADS
-                if may_take and (slabs := self._buffer.take_free(most, PULL_OWNER)):
-                    return slabs
+                if self._is_next(uploads) and len(uploads) < MAX_UPLOADS:
+                    room = min(most, self._max_pulling - self._pulling[worker])
+                    if slabs := self._buffer.take_free(room, PULL_OWNER):
+                        self._pulling[worker] += len(slabs)
+                        return slabs
                 yield pause_s
                 pause_s = min(2 * pause_s, MAX_POLL_S)
         finally:
-            self._waiting.remove(uploads)
+            waiting.remove(uploads)
+            if not waiting:
+                del self._waiting[worker]
+
+    def _is_next(self, uploads: PieceUploads) -> bool:
+        """Whether it is a pull's turn: sources that have all that they may have of the buffer are passed over."""
+        may_take = (
+            waiting[0]
+            for worker, waiting in self._waiting.items()
+            if self._pulling[worker] < self._max_pulling
+        )
+        return min(may_take, key=lambda one: one.place, default=None) is uploads
 
 
 class PieceUploads:
@@ -151,15 +178,21 @@ class PieceUploads:
 
     def __init__(self, buffer: TransferBuffer, copies: SlabCopies) -> None:
         self._buffer, self._copies = buffer, copies
+        # The place of the pull among those that wait for a piece.
+        self.place = 0
         self._running: deque[tuple[CopyBatch, list[int]]] = deque()
 
     def __len__(self) -> int:
         return len(self._running)
 
     def begin_upload(self, slabs: list[int], own_slabs: Sequence[int]) -> None:
-        """Begin to copy buffer slabs to slabs of the device. They are given back when the copies have ended."""
+        """Begin to copy buffer slabs to slabs of the device. They are given back when the copies have ended.
+
+        If that raises an `Exception`, none has begun, and the slabs stay the caller's.
+        """
+        batch = self._copies.to_device(list(zip(slabs, own_slabs, strict=True)))
         self._buffer.count_copies(len(slabs))
-        self._running.append((self._copies.to_device(list(zip(slabs, own_slabs, strict=True))), slabs))
+        self._running.append((batch, slabs))
 
     def free_uploaded(self) -> None:
         """Give back the buffer slabs of pieces whose copies have ended."""
@@ -181,8 +214,8 @@ class PieceUploads:
 class BufferedConnection:
     """A `kvtransfer.pipelined_pull.SourceConnection` through the buffer: only whole chunks are pulled ahead."""
 
-    def __init__(self, links: BufferedLinks, connection: SourceConnection) -> None:
-        self._links, self._connection = links, connection
+    def __init__(self, links: BufferedLinks, worker: str, connection: SourceConnection) -> None:
+        self._links, self._worker, self._connection = links, worker, connection
 
     @property
     def layers(self) -> int:
@@ -208,4 +241,4 @@ class BufferedConnection:
             piece = [replace(copy, own=slab) for copy, slab in zip(copies[first:], slabs, strict=False)]
             yield from self._connection.copy_layers(piece, stop)
 
-        yield from self._links.move_pieces([copy.own for copy in copies], pull_piece, stop)
+        yield from self._links.move_pieces(self._worker, [copy.own for copy in copies], pull_piece, stop)

@@ -59,10 +59,11 @@ class BufferedSide:
         self.buffer = TransferBuffer(LAYOUT, buffer_slabs * SLAB)
         memory = self.buffer.memory.view
         self.late = LateCopies(self.pool, memory, lateness, self.buffer._ledger) if lateness else None
-        copies: SlabCopies = self.late or DirectCopies(self.pool, memory)
+        self.copies: SlabCopies = self.late or DirectCopies(self.pool, memory)
         self.inner = TransportLinks(["shm"], self.buffer.pool)
-        self.links = BufferedLinks(self.inner, self.buffer, copies)
-        run_to_end(self.links.link_task("prefill-0", "life", {"shm": self.source.endpoint()}))
+        self.links = BufferedLinks(self.inner, self.buffer, self.copies)
+        for worker in ("prefill-0", "prefill-1"):
+            run_to_end(self.links.link_task(worker, "life", {"shm": self.source.endpoint()}))
 
     def content(self, slab: int) -> bytes:
         return bytes(self.far.view[slab * SLAB : (slab + 1) * SLAB])
@@ -86,6 +87,7 @@ class Pull:
     name: str
     sources: Sequence[int]
     stop_after: int | None = None
+    source: Any = OFFERED
     own: list[int] = field(default_factory=list)
     error: Exception | None = None
     steps: int = 0
@@ -94,7 +96,7 @@ class Pull:
         self.own = self.side.pool.take_slabs(len(self.sources), self.name)
         pairs = list(zip(self.sources, self.own, strict=True))
         try:
-            payloads = yield from self.side.links.pull_task(OFFERED, pairs, self._stopped)
+            payloads = yield from self.side.links.pull_task(self.source, pairs, self._stopped)
         except TransferError as error:
             self.error = error
         else:
@@ -243,6 +245,50 @@ def test_a_piece_is_a_small_part_of_the_buffer() -> None:
         side.buffer.take_free = note  # type: ignore[method-assign]
         run_to_end(Pull(side, "a", range(FAR_SLABS)).run())
         assert max(taken) == most
+
+
+@pytest.mark.parametrize("buffer_slabs", [4, 8, 40])
+def test_a_source_that_stalls_leaves_room_for_pulls_from_others(buffer_slabs: int) -> None:
+    side, freed = BufferedSide(buffer_slabs, seeded_lateness(2, 3)), False
+    honest = side.inner.pull_task
+
+    def pull_or_stall(ticket: Any, pairs: Any, stop: Any = None) -> CoopTask[list[bytes]]:
+        while ticket.worker == "prefill-0" and not freed:
+            yield 0.1
+        return (yield from honest(ticket, pairs, stop))
+
+    side.inner.pull_task = pull_or_stall  # type: ignore[method-assign]
+    stalled = [Pull(side, f"stalled-{number}", range(4)) for number in range(12)]
+    tasks = [pull.run() for pull in stalled]
+    for task in tasks * 3:
+        next(task)
+    assert side.buffer.free >= buffer_slabs // 2
+    other = Pull(side, "other", range(8), source=Offered("prefill-1"))
+    drive([other.run()], random.Random(0), rounds=1000)
+    freed = True
+    drive(tasks, random.Random(1))
+    assert [pull.error for pull in (other, *stalled)] == [None] * 13
+    side.check_rest()
+
+
+def test_a_copy_that_cannot_begin_ends_its_pull_alone_and_holds_nothing() -> None:
+    side = BufferedSide(8)
+    begin, calls = side.copies.to_device, list[Any]()
+
+    def begin_or_fail(pairs: Any) -> Any:
+        calls.append(pairs)
+        if len(calls) == 2:
+            raise MemoryError("no page-locked memory")
+        return begin(pairs)
+
+    side.copies.to_device = begin_or_fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        run_to_end(Pull(side, "a", range(5)).run())
+    side.check_rest()
+    after = Pull(side, "b", range(5))
+    run_to_end(after.run())
+    assert after.error is None
+    side.check_rest()
 
 
 def test_a_failed_transfer_waits_for_its_copies_and_gives_everything_back() -> None:

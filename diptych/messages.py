@@ -224,6 +224,7 @@ class Hello(ChannelMessage, frozen=True):
     # Where the worker's log lies on its host; empty if it does not say.
     log_file: str = ""
     # Of a worker that computes blocks of bulk work: sequences of its block, and prompt tokens that it takes at once.
+    # Of a worker on a GPU, whose steps are large: prompt tokens that may wait there.
     block_sequences: int = 0
     block_tokens: int = 0
     # The policy by which it computes them, as text.

@@ -68,7 +68,7 @@ def round_up_to_chunks(tokens: int) -> int:
 def _has_prefill_credit(worker: str, view: RoutingView, need: RoutingNeed) -> bool:
     """Whether the worker has prefill credit left; some is kept for tenants that have had less than their share."""
     most = MAX_CREDIT_TOKENS_UNDERSERVED if need.underserved else MAX_CREDIT_TOKENS
-    # A step of a block takes long, and is to be full.
+    # A step of a block, or of a GPU, is large, and is to be full.
     most = max(most, view.fleet.workers[worker].hello.block_tokens)
     return view.ledger.load_of(worker, need.bulk).credit_tokens < most
 

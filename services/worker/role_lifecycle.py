@@ -29,6 +29,7 @@ from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_c
 from diptych.specs import WorkerSpec
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
+from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
@@ -269,7 +270,14 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         kv_auto=parts.kv_auto,
         keep_classes=list(parts.keep_classes),
         log_file=life.spec.log_file,
+        block_tokens=0 if parts.buffer is None else count_waiting_tokens(parts.engine.scheduler.limits),
     )
+
+
+def count_waiting_tokens(limits: EngineLimits) -> int:
+    """The prompt tokens that may wait at a worker on a device, whose steps are large: the running step and the next."""
+    step = limits.saturation_tokens or limits.max_num_batched_tokens
+    return 2 * min(step, limits.max_num_batched_tokens)
 
 
 def _make_prefill_role(

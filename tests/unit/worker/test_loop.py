@@ -226,7 +226,7 @@ def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
     parts: Any = SimpleNamespace(
         pool=pool, kv=KvAllocator(SlabLedger(3)), layout=layout, fingerprint="f", identity={},
-        max_model_len=192, kv_losses={"int4.g2": 0.5}, kv_auto=True, keep_classes=("raw",),
+        max_model_len=192, kv_losses={"int4.g2": 0.5}, kv_auto=True, keep_classes=("raw",), buffer=None,
     )  # fmt: skip
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(parts=parts, spec=spec, role="decode")
@@ -234,7 +234,24 @@ def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     assert hello.kv_classes == {codec or "raw": (3, layout.chunk_bytes)}
     assert (hello.num_slabs, hello.chunk_bytes) == (3, layout.chunk_bytes)
     assert hello.kv_losses == {"int4.g2": 0.5} and hello.kv_auto
-    assert hello.keep_classes == ["raw"]
+    assert hello.keep_classes == ["raw"] and hello.block_tokens == 0
+
+
+@pytest.mark.parametrize(("saturation", "waiting"), [(0, 8192), (1500, 3000), (5000, 8192)])
+def test_two_steps_of_prompts_may_wait_at_a_worker_on_a_device(saturation: int, waiting: int) -> None:
+    """Else its large steps would never be full, and it would idle until the gateway hears of the last one's end."""
+    layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32")
+    pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
+    limits = EngineLimits(3, 192, 256, 4096, saturation_tokens=saturation)
+    parts: Any = SimpleNamespace(
+        pool=pool, kv=KvAllocator(SlabLedger(9)), layout=layout, fingerprint="f", identity={}, max_model_len=192,
+        kv_losses={}, kv_auto=False, keep_classes=(), buffer=object(),
+        engine=SimpleNamespace(scheduler=Scheduler(limits)),
+    )  # fmt: skip
+    spec = WorkerSpec(worker="w", role="prefill", gateway="", keys_dir="", model="")
+    life: Any = SimpleNamespace(parts=parts, spec=spec, role="prefill")
+    hello = role_lifecycle.make_hello(life, {})
+    assert (hello.block_tokens, hello.block_sequences, hello.num_slabs) == (waiting, 0, 9)
 
 
 def test_a_worker_that_is_rejected_ends_and_says_why(line: FakeGatewayLink, shell: WorkerLoop) -> None:

@@ -125,6 +125,11 @@ class BufferedOffers:
         """Sequences whose prefill is complete and that are not offered yet."""
         return sum(1 for _ in self._waiting())
 
+    @property
+    def deadline_s(self) -> float | None:
+        """The earliest deadline of all waiting offers (clock seconds)."""
+        return min((outgoing.seq.deadline_s for outgoing in self._waiting()), default=None)
+
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` with the counts of the buffer and of waiting offers added."""
         return msgspec.structs.replace(self._buffer.complete_stats(stats), offers_waiting=self.num_waiting)
@@ -201,6 +206,13 @@ class BufferedOffers:
         for outgoing in list(self._waiting()):
             if outgoing.seq.id == request and outgoing.seq.epoch <= epoch:
                 self._abandon(outgoing)
+
+    def drop_expired(self, now_s: float) -> list[Sequence]:
+        """Drop the waiting offers whose deadline has passed; returns their sequences."""
+        ended = [outgoing for outgoing in self._waiting() if outgoing.seq.deadline_s <= now_s]
+        for outgoing in ended:
+            self._abandon(outgoing)
+        return [outgoing.seq for outgoing in ended]
 
     def abandon_all(self) -> list[tuple[str, int]]:
         """Drop all waiting offers; returns their attempts (request, epoch)."""

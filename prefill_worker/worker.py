@@ -39,6 +39,7 @@ from diptych.messages import (
 )
 from engine.loop import Engine
 from engine.sequence import Sequence, SequenceRefused
+from engine.sequence_table import DEADLINE_FAILURE
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
@@ -223,7 +224,9 @@ class PrefillWorker:
         self.link.send(Failed(seq.id, seq.epoch, "internal_error", str(error)))
 
     def _tend_offers(self, offers: BufferedOffers, now_s: float) -> None:
-        """Let KV leave for the transfer buffer, and offer what is there."""
+        """Let KV leave for the transfer buffer, offer what is there, and fail offers that have waited too long."""
+        for seq in offers.drop_expired(now_s):
+            self.link.send(Failed(seq.id, seq.epoch, *DEADLINE_FAILURE))
         offers.copy_full_chunks()
         for ready in offers.poll():
             try:
@@ -249,15 +252,17 @@ class PrefillWorker:
     def tend_held(self, now_s: float) -> float | None:
         """Free expired leases, and hash full chunks or copy them to the transfer buffer.
 
-        Returns when the next lease expires (clock seconds), or None.
+        Returns when the next lease or the time of a waiting offer is over (clock seconds), or None.
         """
         if self.offers is None:
             self.announcer.hash_full()
         for lease in self.ledger.expire_leases(now_s):
             self._free_lease(lease)
-        if self.offers is not None:
-            self._tend_offers(self.offers, now_s)
-        return self.ledger.next_expiry_s()
+        if self.offers is None:
+            return self.ledger.next_expiry_s()
+        self._tend_offers(self.offers, now_s)
+        ends = (self.ledger.next_expiry_s(), self.offers.deadline_s)
+        return min((end_s for end_s in ends if end_s is not None), default=None)
 
     def abort_attempts(self, request: str, epoch: int) -> None:
         """Free the slabs that are leased to this request, or that wait to be offered."""

@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from diptych.messages import Abort, Failed, Renew
 from kvtransfer import buffered_links
 from kvtransfer.buffered_links import PieceUploads
 from kvtransfer.cooperative import CoopTask
@@ -77,6 +79,33 @@ def test_hand_offs_with_threads(late: bool) -> None:
     finally:
         bench.courier.close()
         bench.prefill.role.close()
+
+
+@pytest.mark.usefixtures("_still_threads")
+def test_an_offer_that_waits_for_the_buffer_fails_when_its_time_is_up() -> None:
+    """Even if the gateway says nothing: no wait is for ever."""
+    bench = BufferedBench(prefill=(40, 7), caching=False)
+    half = bench.prefill
+    for name, remaining_s in (("a", 1e6), ("b", 30.0)):
+        bench.ask(name, [place % VOCAB for place in range(300)], 3, stage=False)
+        half.line.inbox.append(msgspec.structs.replace(half.line.inbox.pop(), remaining_s=remaining_s))
+        for _ in range(60):
+            half.shell.run_once()
+            bench.offer_thread.creep(random.Random(0))
+    for _ in range(4):
+        bench.now_s += 7.4
+        half.tell(Renew([("a", 0)]))
+    assert (half.buffer.leased, half.buffer.used, half.holdings.num_held("b#0")) == (5, 7, 5)
+    assert half.shell.max_wait_s == pytest.approx(0.4)
+    bench.now_s += 0.5
+    half.shell.run_once()
+    failures = [(one.request, one.code) for one in half.line.said if isinstance(one, Failed)]
+    assert failures == [("b", "deadline_exceeded")]
+    assert half.holdings.used == 0 and half.buffer.used == half.buffer.leased == 5
+    half.tell(Abort("a", 0))
+    bench.exchanges.clear()
+    half.shell.run_once()
+    assert half.buffer.free == half.buffer.num_slabs
 
 
 # ---- each wait, left out

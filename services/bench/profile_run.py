@@ -343,11 +343,13 @@ def measure_profile(
     below 1. All of them share `seconds`.
 
     Raises:
-        ConfigError: the workload has too few unlike requests to fit costs to.
+        ConfigError: the workers' device is not known, or the workload has too few unlike requests to fit costs to.
         StartError: no request was answered.
     """
     base, rounds = (kv_classes[0] if kv_classes else ""), max(1, len(kv_classes)) + (keep < 1)
     each_s = seconds / rounds
+    # Before anything is measured: a profile of a device or model that is not known could not be written.
+    device, dims, room = _served_shape(live, base)
     source: JobSource = KvMixedSource(workload, {base: 1.0})
     first = [replace(job, at_s=0.0) for job in source.sample(MIN_STAGE_REQUESTS, 1.0, seed + 1000)]
     cold = _run_stage(live, first, depths[0])
@@ -369,7 +371,6 @@ def measure_profile(
     calm = [life.between(alone.begun_s, alone.ended_s) for life in traces]
     moves = live.read_handoffs({name for life in calm for name in life.come})
     ttft_s = statistics.fmean(alone.ttfts_s)
-    device, dims, room = _served_shape(live, base)
     costs = profiler.fit_costs([step for life in traces for step in life.steps])
     beside = profiler.measure_overheads(calm, traces, ttft_s, moves)
     where = f"measured on this machine: {live.pools}, {len(traces)} workers, {os.cpu_count()} cores"

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from diptych.errors import ConfigError, StartError
-from services.bench.profile_run import LiveDeployment, PoolSizes
+from planner.workload.workload import find_workload
+from services.bench.profile_run import LiveDeployment, PoolSizes, measure_profile
 from services.cli.profile import command
 from services.cli.profile.options import ProfileOptions
 
@@ -126,3 +127,12 @@ def test_the_share_is_that_of_the_first_decisions_of_the_stage(tmp_path: Path) -
     live = LiveDeployment(PoolSizes(), "", "", tmp_path, unused, unused)
     assert live.read_kept_share({"a", "b", "c"}) == 180 / 400
     assert live.read_kept_share({"c"}) == 1.0, "none has decided"
+
+
+def test_a_gpu_that_the_planner_does_not_know_is_refused_before_anything_is_measured() -> None:
+    worker = {"device": "NVIDIA Imaginary 9000", "kv_classes": {}, "stats": {"slabs_total": 9}}
+    status = {"max_model_len": 2048, "workers": [worker]}
+    live: Any = SimpleNamespace(model="", get_status=lambda: status)
+    with pytest.raises(ConfigError, match="'NVIDIA Imaginary 9000' is not known") as caught:
+        measure_profile(live, find_workload("sharegpt"))
+    assert len(caught.value.lines()) <= 6

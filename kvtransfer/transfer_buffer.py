@@ -158,13 +158,14 @@ class BufferedBooks:
 
     @property
     def used(self) -> int:
-        """Slabs that are held on the device or used in the buffer; 0 at rest."""
-        return self._kv.used + self._buffer.used
+        """Slabs that are held on the device or used in the buffer; 0 at rest, when no copy runs either."""
+        return self._kv.used + max(self._buffer.used, self._buffer.copying)
 
     def owners(self) -> dict[str, int]:
-        """Number of slabs by owner; owners in the buffer are named so."""
+        """Number of slabs by owner; owners in the buffer are named so, and slabs that are being copied are listed."""
         in_buffer = {f"buffer: {owner}": count for owner, count in self._buffer.owners().items()}
-        return self._kv.owners() | in_buffer
+        copying = self._buffer.copying
+        return self._kv.owners() | in_buffer | ({"copies": copying} if copying else {})
 
     def check_books(self) -> None:
         """Check both accounts. Raises AssertionError."""

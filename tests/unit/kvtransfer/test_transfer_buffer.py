@@ -87,6 +87,13 @@ def test_the_books_of_a_worker_are_those_of_pool_and_buffer() -> None:
     buffer.change_owner(taken[:1], "pulls", CACHED_OWNER)
     assert books.used == 4
     books.check_books()
+    # A copy that never ends is not at rest, even if all slabs are cached or free.
+    kv.release("a#0")
+    buffer.change_owner(taken[1:], "pulls", CACHED_OWNER)
+    assert books.used == 0
+    buffer.count_copies(1)
+    assert (books.used, books.owners()) == (1, {"copies": 1})
+    buffer.count_copies(-1)
     buffer._ledger._idle.append(taken[1])
     with pytest.raises(AssertionError, match="free and owned"):
         books.check_books()

@@ -12,6 +12,8 @@ DiptychError                 what happened, why, what to do (at most six lines i
 └── TransferError            KV did not arrive
     ├── CorruptChunk         the KV arrived, but differs from the offered KV
     └── StaleTicket          the ticket is for another epoch, worker life, layout or model
+
+DeviceLost, no Exception     a GPU failed: the process ends
 """
 
 from __future__ import annotations
@@ -41,6 +43,45 @@ class DiptychError(Exception):
             f"  fix: {line}" if i == 0 else f"       {line}" for i, line in enumerate(self.fix.splitlines())
         ]
         return shown[:6]
+
+
+class DeviceLost(BaseException):
+    """A device failed, and with it everything in its memory: the process has to end.
+
+    No request is to blame, and trying again in this process fails too. So this is no `Exception`, and passes through
+    code that fails single requests. `error` says it to the supervisor (`diptych.process.exit_lost`).
+    """
+
+    def __init__(self, reason: str) -> None:
+        line = " ".join(reason.split())[:300]
+        super().__init__(line)
+        self.error = DiptychError("the device failed", line, "the worker is restarted by its supervisor")
+
+
+# How torch, cuBLAS and Triton begin the texts of errors of a device.
+_DEVICE_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+
+
+def find_device_loss(error: BaseException) -> DeviceLost | None:
+    """The DeviceLost that `error` is or stands for; None of all other errors. Running out of memory is no such failure.
+
+    After such an error every later call of CUDA fails too. torch's errors are recognised by name and by how their text
+    begins, so that torch need not be imported here, and that no text of a request looks like one.
+    """
+    if isinstance(error, DeviceLost):
+        return error
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if not isinstance(error, RuntimeError) or "OutOfMemoryError" in names:
+        return None
+    if "AcceleratorError" in names or str(error).startswith(_DEVICE_ERRORS):
+        return DeviceLost(f"{type(error).__name__}: {error}")
+    return None
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """Raises DeviceLost if `error` says that a device failed (`find_device_loss`)."""
+    if (lost := find_device_loss(error)) is not None:
+        raise lost from error
 
 
 class ConfigError(DiptychError):

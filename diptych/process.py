@@ -5,7 +5,7 @@
                       {"error": {"what", "why", "fix"}} when it ends with an error
     exit status       0 drained after SIGTERM; 1 the engine failed, restart it; 3 an expected error;
                       4 drained because the gateway asked for it: it is not needed any more; 5 the gateway rejected
-                      it, with an error: do not start it again
+                      it, with an error: do not start it again; 6 its device failed: restart it, no request is to blame
 
 Text that libraries print to file descriptor 1 goes to standard error instead, so that the supervisor can parse the
 lines.
@@ -25,11 +25,11 @@ from typing import IO, NoReturn
 
 import msgspec
 
-from diptych.errors import ConfigError, DiptychError, StartError, WorkerRejected
+from diptych.errors import ConfigError, DeviceLost, DiptychError, StartError, WorkerRejected, find_device_loss
 from diptych.logs.log_format import configure_logging
 from diptych.specs import WorkerSpec
 
-EXIT_EXPECTED, EXIT_FATAL, EXIT_RETIRED, EXIT_REJECTED = 3, 1, 4, 5
+EXIT_EXPECTED, EXIT_FATAL, EXIT_RETIRED, EXIT_REJECTED, EXIT_LOST = 3, 1, 4, 5, 6
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1
 
@@ -92,7 +92,9 @@ def run_supervised(main: Callable[[WorkerSpec, SupervisorPipe], int | None]) -> 
     except DiptychError as error:
         pipe.report_error(error)
         return EXIT_REJECTED if isinstance(error, WorkerRejected) else EXIT_EXPECTED
-    except Exception as error:
+    except (DeviceLost, Exception) as error:
+        if (lost := find_device_loss(error)) is not None:
+            exit_lost(pipe, lost)
         # The supervisor starts another process and reports the cause once.
         log.debug("the worker failed", exc_info=error)
         pipe.report_error(_as_diptych_error(error))
@@ -161,7 +163,13 @@ def exit_fatally(pipe: SupervisorPipe, error: DiptychError) -> NoReturn:
     os._exit(EXIT_FATAL)
 
 
-def _as_diptych_error(error: Exception) -> DiptychError:
+def exit_lost(pipe: SupervisorPipe, lost: DeviceLost) -> NoReturn:
+    """End the whole process, whose device failed, at once: ending in order calls a driver that may never return."""
+    pipe.report_error(lost.error)
+    os._exit(EXIT_LOST)
+
+
+def _as_diptych_error(error: BaseException) -> DiptychError:
     """An unexpected exception as an error for the supervisor, with the place where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diptych.errors import GrammarError
+from diptych.errors import GrammarError, raise_if_lost
 
 
 class BadSamplingParams(ValueError):
@@ -21,10 +21,14 @@ class NonFiniteKv(ValueError):
 
 
 def isolate_failures(call: Callable[[list[Any]], list[Any]], batch: list[Any]) -> list[Any]:
-    """`call(batch)`. If that raises, call each item alone: only items that fail alone get an exception as result."""
+    """`call(batch)`. If that raises, call each item alone: only items that fail alone get an exception as result.
+
+    Raises DeviceLost: the device failed, and no item did.
+    """
     try:
         return call(batch)
     except Exception as error:
+        raise_if_lost(error)
         if len(batch) == 1:
             return [error]
         return [result for item in batch for result in isolate_failures(call, [item])]
@@ -33,7 +37,10 @@ def isolate_failures(call: Callable[[list[Any]], list[Any]], batch: list[Any]) -
 def failure_code(error: Exception) -> str:
     """The code in `diptych.messages.Failed` for an error. torch's out-of-memory error is recognised by its text, so
     that torch need not be imported here.
+
+    Raises DeviceLost: it is the device's failure, and no request's.
     """
+    raise_if_lost(error)
     if isinstance(error, GrammarError):
         return "invalid_grammar"
     words = f"{type(error).__name__} {error}".lower()

@@ -52,7 +52,7 @@ class BufferedChunk:
 
     @property
     def is_copied(self) -> bool:
-        """Whether its copy has ended. Raises the device's error."""
+        """Whether its copy has ended. Raises DeviceLost."""
         if self.batch is not None and self.batch.is_done():
             self.batch = None
         return self.batch is None

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from diptych.chunks import RAW_CLASS
-from diptych.errors import WorkerRejected
+from diptych.errors import WorkerRejected, raise_if_lost
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (
@@ -386,6 +386,7 @@ class WorkerLoop:
                 order, refusal.code, "; ".join(part for part in (refusal.what, refusal.why) if part)
             )
         except Exception as error:
+            raise_if_lost(error)
             ids = ids_of_sequence(order.request, order.tenancy.client_id)
             log.exception("the request cannot begin", extra=about_request(ids))
             self._abort_attempts(order.request, order.epoch)

@@ -24,8 +24,9 @@ from decode_worker.kv_fetcher import KvFetcher
 from decode_worker.worker import DecodeWorker
 from diptych.channel.keys import WorkerKeys, load_transfer_key, load_worker_keys
 from diptych.channel.link import ChannelLink
+from diptych.errors import find_device_loss
 from diptych.messages import Hello
-from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, pin_to_core
+from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, exit_lost, pin_to_core
 from diptych.specs import WorkerSpec
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
@@ -228,6 +229,10 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
         pin_to_core(spec.core)
         try:
             loop.run_until_drained()
+        except BaseException as error:
+            if (lost := find_device_loss(error)) is not None:
+                exit_lost(supervisor, lost)
+            raise
         finally:
             close()
         if loop.next_role:

@@ -26,7 +26,7 @@ import msgspec
 
 from diptych.errors import DiptychError, StartError
 from diptych.logs.log_files import MAX_LOG_BYTES, open_log, truncate_log
-from diptych.process import EXIT_REJECTED, EXIT_RETIRED
+from diptych.process import EXIT_LOST, EXIT_REJECTED, EXIT_RETIRED
 from services.host.supervision.oom_kills import count_oom_kills
 
 OUT_OF_MEMORY = ", for want of memory"
@@ -102,13 +102,13 @@ def describe_exit(code: int) -> str:
 def exit_cause(code: int, starved: bool = False) -> str:
     """The cause of a process's end, for its successor (`WorkerSpec.ended`): "killed", "crashed" or "" (exit status 0).
 
-    "killed" means from outside, by SIGKILL or SIGTERM; programs that fail by themselves end with other codes. If the
-    kernel has just killed a process for memory (`starved`), SIGKILL counts as "crashed": a request of this process may
-    have used up the memory.
+    "killed" means from outside, by SIGKILL or SIGTERM, or since its device failed; programs that fail by themselves end
+    with other codes. If the kernel has just killed a process for memory (`starved`), SIGKILL counts as "crashed": a
+    request of this process may have used up the memory.
     """
     if code == -signal.SIGKILL and starved:
         return "crashed"
-    if code in (-signal.SIGKILL, -signal.SIGTERM):
+    if code in (-signal.SIGKILL, -signal.SIGTERM, EXIT_LOST):
         return "killed"
     return "crashed" if code else ""
 

@@ -78,6 +78,23 @@ def test_an_unexpected_error_is_one_line_and_status_1() -> None:
     assert "Traceback" not in err
 
 
+def test_a_lost_device_ends_the_process_with_one_line_whatever_threads_still_run() -> None:
+    status, lines, err = run(
+        """
+        import threading
+        threading.Thread(target=signal.pause).start()
+        try:
+            raise_if_lost(RuntimeError("CUDA error: an illegal\\nmemory access"))
+        except Exception:
+            os._exit(77)
+        """
+    )
+    fix = "the worker is restarted by its supervisor"
+    why = "RuntimeError: CUDA error: an illegal memory access"
+    assert lines == [{"error": {"what": "the device failed", "why": why, "fix": fix}}]
+    assert status == 6 and "Traceback" not in err
+
+
 @pytest.mark.parametrize("line", [b"", b"\n", b"{}\n", b'{"worker": 3}\n', b"\xff\n"])
 def test_a_specification_that_cannot_be_read_is_an_expected_error(line: bytes) -> None:
     status, lines, _ = run("pass", line)

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 
+from diptych.process import EXIT_LOST
 from diptych.specs import WorkerSpec
 from services.host.child_environment import (
     child_environment,
@@ -368,6 +369,7 @@ def test_a_child_whose_specification_has_no_such_fields_learns_nothing_new(tmp_p
 def test_who_ends_a_process_from_outside_is_not_its_own_doing() -> None:
     causes = {code: exit_cause(code) for code in (0, 1, 3, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV)}
     assert list(causes.values()) == ["", "crashed", "crashed", "killed", "killed", "crashed"]
+    assert exit_cause(EXIT_LOST) == "killed"
     starved = {code: exit_cause(code, starved=True) for code in (0, 1, -signal.SIGKILL, -signal.SIGTERM)}
     assert list(starved.values()) == ["", "crashed", "crashed", "killed"]
 

@@ -21,13 +21,17 @@ class CopyBatch(Protocol):
     """Copies that were started together."""
 
     def is_done(self) -> bool:
-        """Whether all of them have ended. Never waits; once True, always True. Raises the device's error."""
+        """Whether all of them have ended. Never waits; once True, always True. Any thread may ask.
+
+        Raises DeviceLost if the device failed.
+        """
 
 
 class SlabCopies(Protocol):
     """Starts copies of whole slabs. `pairs` are (source slab, target slab); no target may occur twice.
 
-    Any thread may call it.
+    Any thread may call it. Its methods raise DeviceLost if the device failed; if they raise anything else, no copy has
+    begun.
     """
 
     def to_host(self, pairs: Sequence[tuple[int, int]]) -> CopyBatch:
@@ -35,6 +39,9 @@ class SlabCopies(Protocol):
 
     def to_device(self, pairs: Sequence[tuple[int, int]]) -> CopyBatch:
         """Copy slabs in host memory to slabs of the device's pool."""
+
+    def close(self) -> None:
+        """Wait for all copies. None may be started afterwards."""
 
 
 class DoneBatch:
@@ -70,6 +77,9 @@ class DirectCopies:
         for source, target in pairs:
             self._device[target] = self._host[source]
         return DoneBatch()
+
+    def close(self) -> None:
+        """Nothing: no copy runs."""
 
 
 def view_slabs(memory: memoryview, slab_bytes: int) -> torch.Tensor:

@@ -110,6 +110,10 @@ class LateCopies:
             for batch in list(self._batches):
                 self._perform(batch)
 
+    def close(self) -> None:
+        """Perform all copies in flight."""
+        self.release()
+
     def check_faults(self) -> None:
         """Raises AssertionError if there were faults."""
         assert not self.faults, self.faults

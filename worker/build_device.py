@@ -44,7 +44,9 @@ from engine.scheduling.scheduler import Scheduler
 from kvcache.allocator import KvAllocator
 from kvcache.device.copies import DirectCopies, SlabCopies
 from kvcache.device.pool import DevicePool
+from kvcache.device.stream_copies import open_stream_copies
 from kvcache.prefix_tree import PrefixTree
+from kvcache.tiers.host import HostTier
 from kvtransfer.transfer_buffer import TransferBuffer, min_buffer_bytes
 from worker.resolve_model import ResolvedModel, engine_limits, load_grammar_tokens, load_tokenizer
 from worker.saturation_store import SaturationStore
@@ -80,7 +82,8 @@ class DeviceParts:
     copies: SlabCopies
 
     def close(self) -> None:
-        """Nothing was begun that has to be ended. `run_worker` closes the buffer's memory."""
+        """End the copies. `run_worker` closes the buffer's memory afterwards."""
+        self.copies.close()
 
 
 def open_device(spec: WorkerSpec, dtype: str) -> OpenedDevice:
@@ -199,13 +202,14 @@ def build_device_engine(
     sampler = DeviceSampler(host_sampler, opened.device)
     runner.warm(list_graph_rows(spec.max_num_seqs))
     sampler.warm()
-    supervisor.report_progress("warm")
     least = min_buffer_bytes(model.layout, model.plan.max_model_len)
     buffer = TransferBuffer(model.layout, spec.transfer_buffer_bytes or least)
-    copies = DirectCopies(pool, buffer.memory.view)
+    copies = _open_copies(pool, buffer, opened)
+    supervisor.report_progress("warm")
     kv = KvAllocator(pool, PrefixTree() if spec.prefix_caching else None)
     scheduler = Scheduler(engine_limits(spec, model))
-    engine = Engine(runner, scheduler, kv, sampler, None, observer)
+    host = HostTier((), spec.swap_bytes, storages=[pool]) if spec.swap_bytes else None
+    engine = Engine(runner, scheduler, kv, sampler, host, observer)
     bulk = BulkEngine(
         runner,
         scheduler.limits,
@@ -215,6 +219,13 @@ def build_device_engine(
         time.monotonic,
     )
     return DeviceParts(engine, bulk, kv, buffer, copies)
+
+
+def _open_copies(pool: DevicePool, buffer: TransferBuffer, opened: OpenedDevice) -> SlabCopies:
+    """What copies KV between the pool and the buffer."""
+    if opened.emulated:
+        return DirectCopies(pool, buffer.memory.view)
+    return open_stream_copies(pool, buffer.memory.view)
 
 
 def _load_decoder(model: ResolvedModel, opened: OpenedDevice) -> GpuDecoder:

@@ -1,6 +1,7 @@
 """The KV pool of a worker on a device: as `kvcache.pool.KvPool`, but the slabs are a tensor there.
 
-Only the device's kernels and `kvcache.device.copies` read and write the slabs. The host knows their numbers and owners.
+Only the device's kernels, `kvcache.device.copies` and the host tier read and write the slabs. The host knows their
+numbers and owners.
 """
 
 from __future__ import annotations
@@ -33,3 +34,16 @@ class DevicePool(SlabLedger):
     def slab_bytes(self) -> torch.Tensor:
         """The bytes of all slabs, uint8 `[num_slabs, chunk_bytes]`: a view, not a copy."""
         return self.data.view(self.num_slabs, -1).view(torch.uint8)
+
+    @property
+    def slab_size(self) -> int:
+        """Bytes of a slab."""
+        return self.layout.chunk_bytes
+
+    def read_slab(self, slab: int, target: memoryview) -> None:
+        """Copy the bytes of `slab` to host memory, and wait: for preempted sequences (`kvcache.tiers.host`)."""
+        torch.frombuffer(target, dtype=torch.uint8).copy_(self.slab_bytes[slab])
+
+    def write_slab(self, slab: int, source: memoryview) -> None:
+        """Copy host memory into `slab`, and wait."""
+        self.slab_bytes[slab].copy_(torch.frombuffer(source, dtype=torch.uint8))

@@ -6,27 +6,63 @@ fit is dropped, and has to be computed again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 
 class SlabMemory(Protocol):
-    """A pool's memory as the host tier needs it (`kvcache.pool.KvPool`)."""
+    """A pool whose memory the host maps (`kvcache.pool.KvPool`)."""
 
     def slab_bytes(self, slab: int) -> memoryview:
         """A writable view of the bytes of `slab`."""
 
 
-class HostTier:
-    """Stores up to `capacity_bytes`. `slab_bytes` is the size of one slab, summed over `memories` (one per rank).
+class SlabStorage(Protocol):
+    """A pool's memory as the host tier needs it, wherever it is (`kvcache.device.pool.DevicePool`)."""
 
-    `first` is the number of the pools' first slab.
+    @property
+    def slab_size(self) -> int:
+        """Bytes of a slab."""
+
+    def read_slab(self, slab: int, target: memoryview) -> None:
+        """Copy the bytes of `slab` into `target`, which has its size; they are there on return."""
+
+    def write_slab(self, slab: int, source: memoryview) -> None:
+        """Copy `source`, which has the size of a slab, into `slab`; it is there on return."""
+
+
+class MappedStorage:
+    """A `SlabStorage` over memory that the host maps. `first` is the number of its first slab."""
+
+    def __init__(self, memory: SlabMemory, first: int) -> None:
+        self._memory, self.slab_size = memory, memory.slab_bytes(first).nbytes
+
+    def read_slab(self, slab: int, target: memoryview) -> None:
+        """See `SlabStorage.read_slab`."""
+        target[:] = self._memory.slab_bytes(slab)
+
+    def write_slab(self, slab: int, source: memoryview) -> None:
+        """See `SlabStorage.write_slab`."""
+        self._memory.slab_bytes(slab)[:] = source
+
+
+class HostTier:
+    """Stores up to `capacity_bytes`. `slab_bytes` is the size of one slab, summed over all pools (one per rank).
+
+    `memories` are pools that the host maps, and `first` is the number of their first slab. Other pools, on a device,
+    are `storages`.
     """
 
-    def __init__(self, memories: Sequence[SlabMemory], capacity_bytes: int, first: int = 0) -> None:
+    def __init__(
+        self,
+        memories: Sequence[SlabMemory],
+        capacity_bytes: int,
+        first: int = 0,
+        storages: Sequence[SlabStorage] = (),
+    ) -> None:
         self.capacity_bytes = capacity_bytes
-        self._memories = list(memories)
-        self.slab_bytes = sum(pool.slab_bytes(first).nbytes for pool in self._memories)
+        self._storages = [*(MappedStorage(memory, first) for memory in memories), *storages]
+        self.slab_bytes = sum(storage.slab_size for storage in self._storages)
         self._held: dict[str, list[bytearray]] = {}
         self.used_bytes = 0
 
@@ -74,20 +110,21 @@ class HostTier:
     def _read_slab(self, slab: int) -> bytearray:
         """A copy of one slab's bytes, from all ranks' pools one after the other."""
         content = bytearray(self.slab_bytes)
-        at = 0
-        for pool in self._memories:
-            window = pool.slab_bytes(slab)
-            content[at : at + window.nbytes] = window
-            at += window.nbytes
+        for storage, part in self._split_bytes(content):
+            storage.read_slab(slab, part)
         return content
 
     def _write_slab(self, slab: int, content: bytearray) -> None:
         """Write bytes from `_read_slab` back into a slab of all ranks' pools."""
-        at = 0
-        for pool in self._memories:
-            window = pool.slab_bytes(slab)
-            window[:] = memoryview(content)[at : at + window.nbytes]
-            at += window.nbytes
+        for storage, part in self._split_bytes(content):
+            storage.write_slab(slab, part)
+
+    def _split_bytes(self, content: bytearray) -> Iterator[tuple[SlabStorage, memoryview]]:
+        """Each pool, and its part of a slab's bytes."""
+        at, view = 0, memoryview(content)
+        for storage in self._storages:
+            yield storage, view[at : at + storage.slab_size]
+            at += storage.slab_size
 
 
 class HostArenas:

@@ -70,12 +70,6 @@ def _check_served(config: Config) -> None:
             "workers on GPUs do not evict (docs/gpu.md)",
             "leave out --kv-keep, or use --device cpu",
         )
-    if config.swap_space:
-        raise ConfigError(
-            "--swap-space keeps KV of preempted requests in host memory",
-            "workers on GPUs compute it again (docs/gpu.md)",
-            "leave out --swap-space, or use --device cpu",
-        )
     codecs = config.kv_cache_codec
     if "," in codecs or codecs.strip().split(":")[0] == "auto":
         raise ConfigError(

@@ -161,16 +161,18 @@ def serve(*arguments: str) -> Iterator[Launched]:
 
 
 @contextmanager
-def serve_parts(*arguments: str) -> Iterator[Served]:
+def serve_parts(*arguments: str, worker_module: str = "") -> Iterator[Served]:
     """Gateway and workers of `diptych serve ARGUMENTS`, without Ray, until the block ends; nothing may be left.
 
     No request is refused because its wait is long: machines of tests are slow. `arguments` may set another limit.
+    Workers run `worker_module` instead of the product's, if it is given.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as name:
         what = plan_deployment(("--max-queue-wait-s", str(PATIENCE_S), *arguments), Path(name))
         make_keys(what.gateway.keys_dir)
         parts = [make_part("gateway", what.gateway_module, what.gateway, what)]
-        parts += [make_part(spec.worker, what.worker_module, spec, what) for spec in what.workers]
+        module = worker_module or what.worker_module
+        parts += [make_part(spec.worker, module, spec, what) for spec in what.workers]
         started: list[psutil.Process] = []
         try:
             for part in parts:

@@ -16,10 +16,11 @@ import pytest
 
 from services.cli.client import admin
 from tests.support.deployment import Launched, Served, call_at_once, serve, serve_parts, wait_for
+from tests.system.failing_device import fail_file
 from tests.system.transformers_oracle import read_text
 
 NEAR_TIE = 1e-3
-NEW_TOKENS, LONG_ANSWER = 12, 80
+NEW_TOKENS, LONG_ANSWER, LONGEST_ANSWER = 12, 80, 240
 ADMIN = "the key of the admin"
 EMULATED = ("tiny", "--device", "emulated", "--dtype", "float32", "--data-dir", "none")
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 400, 511, 512, 513, 800, 1025, 1900)
@@ -49,10 +50,22 @@ class Reference(NamedTuple):
         return at == len(text)
 
 
-def ask(served: Served, prompt: list[int], kind: str, num_tokens: int = NEW_TOKENS, **more: Any) -> Any:
+def decode_stats(served: Served) -> list[dict[str, Any]]:
+    """The statistics of the decode workers."""
+    return [one["stats"] for one in served.status()["workers"] if one["role"] == "decode"]
+
+
+def ask(
+    served: Served,
+    prompt: list[int],
+    kind: str,
+    num_tokens: int = NEW_TOKENS,
+    priority: int = 0,
+    **more: Any,
+) -> Any:
     """The choice that answers a prompt."""
-    sampling = SAMPLING[kind]
-    body = {"ignore_eos": True, "skip_special_tokens": False} | sampling.get("extra_body", {})
+    sampling, fixed = SAMPLING[kind], {"ignore_eos": True, "skip_special_tokens": False}
+    body = fixed | {"priority": priority} | sampling.get("extra_body", {})
     with served.client() as client:
         done = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=num_tokens, **{**sampling, **more, "extra_body": body}
@@ -69,7 +82,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> dict[str, list[Reference]]:
-    """What one CPU worker answers; of "greedy" long answers too."""
+    """What one CPU worker answers; of "greedy" long answers too, and longer ones to a few prompts."""
 
     def refer(served: Served, prompt: list[int], kind: str, num_tokens: int) -> Reference:
         shown = ask(served, prompt, kind, num_tokens, logprobs=2).logprobs
@@ -82,6 +95,9 @@ def expected(prompts: list[list[int]]) -> dict[str, list[Reference]]:
             found[kind] = call_at_once([partial(refer, served, one, kind, NEW_TOKENS) for one in prompts])
         found["long"] = call_at_once(
             [partial(refer, served, one, "greedy", LONG_ANSWER) for one in prompts[:8]]
+        )
+        found["longest"] = call_at_once(
+            [partial(refer, served, one, "greedy", LONGEST_ANSWER) for one in prompts[2:8]]
         )
     return found
 
@@ -201,3 +217,62 @@ def test_a_buffer_for_one_request_makes_others_wait(
         for kind in ("greedy", "seeded"):
             assert unexplained(served, prompts, kind, expected[kind]) == []
         rests(served)
+
+
+def test_preempted_kv_waits_in_host_memory(
+    prompts: list[list[int]], expected: dict[str, list[Reference]]
+) -> None:
+    """An urgent request with 13 of the 16 chunks of a pool of 6 MiB takes the room of six that are being answered."""
+    sizes = ("--kv-cache-memory-bytes", "6MiB", "--max-model-len", "1024", "--swap-space", "32MiB")
+    with serve_parts(*EMULATED, *sizes) as served:
+        others = [partial(ask, served, one, "greedy", LONGEST_ANSWER, priority=5) for one in prompts[2:8]]
+        place = LENGTHS.index(800)
+
+        def ask_urgently() -> Any:
+            wait_for(lambda: sum(stats["slabs_used"] for stats in decode_stats(served)) > 8, pause_s=0.01)
+            return ask(served, prompts[place], "greedy", priority=-5)
+
+        calls: list[Callable[[], Any]] = [ask_urgently, *others]
+        urgent, *answers = call_at_once(calls)
+        assert expected["greedy"][place].explains(urgent.text)
+        assert all(one.explains(two.text) for one, two in zip(expected["longest"], answers, strict=True))
+        rests(served)
+        (stats,) = decode_stats(served)
+        assert stats["preemptions"].get("park", 0) >= 1
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[Served]:
+    """One pair, whose devices fail when a test asks for it."""
+    module = "tests.system.failing_device"
+    with serve_parts(*EMULATED, "--local-prefill", "never", worker_module=module) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("part", "worker", "length"),
+    [
+        ("runner", "prefill-0", 400),
+        ("runner", "decode-0", 511),
+        ("sampler", "decode-0", 512),
+        ("download", "prefill-0", 513),
+        ("upload", "decode-0", 800),
+    ],
+)
+def test_a_device_that_fails_again_and_again_is_no_request_s_fault(
+    failing: Served,
+    prompts: list[list[int]],
+    expected: dict[str, list[Reference]],
+    part: str,
+    worker: str,
+    length: int,
+) -> None:
+    """A request that is alone at two crashes of a worker, without a token between them, would be quarantined."""
+    before, place = failing.worker(worker).pid, LENGTHS.index(length)
+    assert failing.logs is not None
+    asked = fail_file(failing.logs.parent, part, worker)
+    asked.write_text("2")
+    assert expected["greedy"][place].explains(ask(failing, prompts[place], "greedy").text)
+    assert asked.read_text() == "0" and failing.worker(worker).pid != before
+    assert failing.status()["quarantined"] == 0
+    rests(failing)

@@ -26,6 +26,7 @@ def test_steps_are_larger_on_a_gpu_unless_the_user_says_otherwise() -> None:
     assert (cpu.max_num_batched_tokens, cpu.max_num_seqs, cpu.threads) == (512, 64, 1)
     assert (cuda.max_num_batched_tokens, cuda.max_num_seqs, cuda.threads) == (4096, 256, 2)
     assert (emulated.max_num_batched_tokens, emulated.max_num_seqs, emulated.threads) == (4096, 256, 1)
+    assert settle(device="emulated", swap_space="1GiB").config.swap_space == 1 << 30
     own = settle(device="cuda", max_num_batched_tokens="128", threads="1").config
     assert (own.max_num_batched_tokens, own.max_num_seqs, own.threads) == (128, 128, 1)
     assert settle(device="cuda", max_num_seqs="8").config.max_num_seqs == 8
@@ -42,7 +43,6 @@ def test_steps_are_larger_on_a_gpu_unless_the_user_says_otherwise() -> None:
         ({"prefill_pp": "3"}, "--prefill-pp 3 splits a worker"),
         ({"decode_pp": "3"}, "--decode-pp 3 splits a worker"),
         ({"kv_keep": "0.9"}, "--kv-keep 0.9 evicts KV"),
-        ({"swap_space": "1GiB"}, "--swap-space keeps KV"),
         ({"kv_cache_codec": "raw:0.5,tq4"}, "several KV classes"),
         ({"kv_cache_codec": "auto"}, "several KV classes"),
         ({"kv_cache_codec": "auto,tq4"}, "several KV classes"),

@@ -1,4 +1,6 @@
-"""One part of `benchmarks.gpu_check`: a process of its own, with a limit, that writes down each figure at once."""
+"""One part of `benchmarks.gpu_check` or `benchmarks.device_pools`: a process of its own, with a limit, that writes down
+each figure at once.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ MAX_ERROR_CHARS = 600
 
 @dataclass(frozen=True, slots=True)
 class PartContext:
-    """What a part is given: the kind of device ("cuda", "emulated", "cpu"), its folder, and where figures go."""
+    """What a part is given: the kind of device ("cuda", "emulated", "cpu"), its folder, and where figures go.
+
+    `share` is the part of all requests that a short form makes.
+    """
 
     device: str
     folder: Path
     file: Path
+    share: float = 1.0
 
     @property
     def is_toy(self) -> bool:
@@ -110,9 +116,9 @@ def part_command(part: CheckPart, device: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", module, "--part", part.name, "--device", device, "--out", str(folder)]
 
 
-def measure_here(part: CheckPart, device: str, folder: Path) -> int:
+def measure_here(part: CheckPart, device: str, folder: Path, share: float = 1.0) -> int:
     """Measure a part in this process; returns its exit status. An error is recorded in words."""
-    context = PartContext(device, folder, folder / f"{part.name}.json")
+    context = PartContext(device, folder, folder / f"{part.name}.json", share)
     try:
         part.measure(context)
     except BaseException as error:

@@ -7,6 +7,7 @@ in the same answer is not compared.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from diptych.request import Grammar, SamplingParams
 FIRST_ID, VOCAB = 260, 4096
 # How near two log-probabilities are for rounding to decide, by the type of weights and KV.
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
+# The same for coded pages. A number that lies between two codes may get either, which moves those of later layers.
+CODED_NEAR = 0.1
 MAX_EXAMPLES = 5
 # Settings of requests that are not greedy, one after the other.
 KINDS: tuple[dict[str, Any], ...] = (
@@ -116,24 +119,27 @@ def compare_answers(
             _add_example(found, f"{answer.request.id}: {answer.failure or 'has not ended'}")
         elif answer.tokens == right.tokens and answer.finish == right.finish:
             found.identical += 1
-        elif _is_near_tie(right, answer, near):
+        elif (gap := first_gap(right, answer)) <= near:
             found.explained += 1
         else:
             found.unexplained += 1
+            sampling = answer.request.sampling
             _add_example(
-                found, f"{answer.request.id}, {answer.request.sampling}: {right.tokens}, {answer.tokens}"
+                found, f"{answer.request.id}, {sampling}, gap {gap:.2g}: {right.tokens}, {answer.tokens}"
             )
     return found
 
 
-def _is_near_tie(right: ChannelAnswer, answer: ChannelAnswer, near: float) -> bool:
-    """Whether rounding explains the first token that differs."""
+def first_gap(right: ChannelAnswer, answer: ChannelAnswer) -> float:
+    """How far the reference's two best log-probabilities lie apart at the first token that differs; infinite if none
+    does, or if they are not known.
+    """
     pairs = zip(right.tokens, answer.tokens, right.logprobs, strict=False)
     for mine, other, logprob in pairs:
         if mine != other:
             best = [value for _, value in logprob.top[:2]]
-            return len(best) == 2 and best[0] - best[1] <= near
-    return False
+            return best[0] - best[1] if len(best) == 2 else math.inf
+    return math.inf
 
 
 def _add_example(found: Comparison, text: str) -> None:

@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,8 @@ from diptych.failure_statuses import RequestFailure
 from diptych.messages import Logprob, Output, WorkerStats
 from diptych.request import Request, RequestStage, SamplingParams, Tenancy
 from engine.model.checkpoint import tokenizer_identity
-from router.effects import KvMoved, TelemetryEffect
+from router.effects import AttemptRetried, KvMoved, StageEntered, TelemetryEffect
+from router.routing.handoff_cost import HandoffCost
 from services.gateway.__main__ import build_relay, make_hub
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -53,6 +54,9 @@ class ChannelAnswer:
     # When each token came.
     times_s: list[float] = field(default_factory=list)
     moved: list[KvMoved] = field(default_factory=list)
+    retries: list[AttemptRetried] = field(default_factory=list)
+    # When each stage was entered last.
+    entered_s: dict[RequestStage, float] = field(default_factory=dict)
     finish: str = ""
     failure: RequestFailure | None = None
     begun_s: float = field(default_factory=time.monotonic)
@@ -65,9 +69,14 @@ class ChannelAnswer:
         self.times_s += [now_s] * len(output.tokens)
 
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
-        """Keep what is said of a hand-off."""
-        if isinstance(effect, KvMoved):
-            self.moved.append(effect)
+        """Keep what is said of stages, hand-offs and attempts that were given up."""
+        match effect:
+            case KvMoved():
+                self.moved.append(effect)
+            case AttemptRetried():
+                self.retries.append(effect)
+            case StageEntered():
+                self.entered_s[effect.stage] = now_s
 
     def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
         """Of no interest here."""
@@ -86,6 +95,13 @@ class ChannelAnswer:
     def ttft_s(self) -> float:
         """Seconds to the first token; infinite without one."""
         return self.times_s[0] - self.begun_s if self.times_s else math.inf
+
+
+class NoHandoffCost(HandoffCost):
+    """The messages of a hand-off always count as free."""
+
+    def record_handoff(self, whole_s: float, parts: Mapping[str, float]) -> None:
+        """Learn nothing."""
 
 
 class ChannelDeployment:
@@ -172,15 +188,19 @@ class ChannelDeployment:
         """The client of this request leaves."""
         self._call(lambda: self._backend.cancel_request(answer.request.id))
 
+    def pid(self, worker: str) -> int:
+        """The number of a worker's process."""
+        return self._parts[worker].status().pid
+
     def kill(self, worker: str) -> None:
         """Kill a worker's process; its supervisor starts another one."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._parts[worker].status().pid, signal.SIGKILL)
+            os.kill(self.pid(worker), signal.SIGKILL)
 
     @contextlib.contextmanager
     def paused(self, worker: str) -> Iterator[None]:
         """Let a worker's process stand still until the block ends."""
-        pid = self._parts[worker].status().pid
+        pid = self.pid(worker)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -203,6 +223,24 @@ class ChannelDeployment:
             if worker := self._call(find_worker):
                 return worker
         return ""
+
+    def ticket(self, answer: ChannelAnswer) -> bytes:
+        """The ticket with which the KV of a request is offered now; empty if there is none."""
+        state = self._call(lambda: self._backend.relay.live.get(answer.request.id))
+        return state.ticket if state is not None else b""
+
+    def source(self, answer: ChannelAnswer) -> str:
+        """The prefill worker of a request now; empty if there is none."""
+        state = self._call(lambda: self._backend.relay.live.get(answer.request.id))
+        return (state.source or "") if state is not None else ""
+
+    def pull_ahead(self) -> None:
+        """From now on KV is pulled while it is computed, even where the messages for that cost more than it gains."""
+
+        def set_cost() -> None:
+            self._backend.relay.attempts.handoff_cost = NoHandoffCost(0.0)
+
+        self._call(set_cost)
 
     def stats(self) -> dict[str, WorkerStats]:
         """The latest statistics of the workers that are there."""

@@ -69,6 +69,9 @@ from worker.loop import LatestStats, WorkerLoop
 
 SLAB = LAYOUT.chunk_bytes
 
+# pytest's fixture `record_property`: what a test reports of itself, which `benchmarks.device_pools` sums up.
+RecordProperty = Callable[[str, object], None]
+
 
 class StillThread:
     """Runs tasks only when a test lets it (`worker.task_thread.TaskThread`)."""
@@ -392,6 +395,14 @@ class BufferedBench:
         for half in (self.prefill, self.decode):
             found += half.late.faults if half.late is not None else []
         return found
+
+
+def report_hand_offs(bench: BufferedBench, record_property: RecordProperty) -> None:
+    """Report how many hand-offs there were, how many requests were aborted, and what was wrong."""
+    ends = [one.ended for one in bench.exchanges.values()]
+    record_property("late_handoffs", ends.count("length"))
+    record_property("late_aborted", ends.count("aborted"))
+    record_property("late_wrong", len(bench.faults))
 
 
 def random_prompt(rng: random.Random, most: int = 330) -> list[int]:

@@ -13,9 +13,16 @@ from diptych.messages import Abort, Failed, Renew
 from kvtransfer import buffered_links
 from kvtransfer.buffered_links import PieceUploads
 from kvtransfer.cooperative import CoopTask
+from kvtransfer.layer_progress import COMPLETE_MARK
 from prefill_worker import buffered_chunks, buffered_offers
 from prefill_worker.buffered_offers import BufferedOffers
-from tests.engine.workers.buffered_bench import BufferedBench, StillThread, ask_many
+from tests.engine.workers.buffered_bench import (
+    BufferedBench,
+    RecordProperty,
+    StillThread,
+    ask_many,
+    report_hand_offs,
+)
 from tests.engine.workers.worker_bench import VOCAB
 from tests.support.late_copies import seeded_lateness
 
@@ -47,22 +54,26 @@ def storm(seed: int, waves: int, aborted: float = 0.0, **parts: Any) -> Buffered
 
 @pytest.mark.usefixtures("_still_threads")
 @pytest.mark.parametrize("seed", range(12))
-def test_hand_offs_in_a_random_order(seed: int) -> None:
+def test_hand_offs_in_a_random_order(seed: int, record_property: RecordProperty) -> None:
     bench = storm(seed, waves=4)
+    report_hand_offs(bench, record_property)
     assert {one.ended for one in bench.exchanges.values()} == {"length"} and bench.retries == 0
     bench.check_rest()
 
 
 @pytest.mark.usefixtures("_still_threads")
 @pytest.mark.parametrize("seed", range(100, 116))
-def test_aborts_at_any_moment_leave_nothing_and_disturb_nobody(seed: int) -> None:
+def test_aborts_at_any_moment_leave_nothing_and_disturb_nobody(
+    seed: int, record_property: RecordProperty
+) -> None:
     bench = storm(seed, waves=4, aborted=0.5)
+    report_hand_offs(bench, record_property)
     assert {one.ended for one in bench.exchanges.values()} <= {"length", "aborted"}
     bench.check_rest()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["direct", "late"])
-def test_hand_offs_with_threads(late: bool) -> None:
+def test_hand_offs_with_threads(late: bool, record_property: RecordProperty) -> None:
     """With the product's threads, over real shared memory: every answer is right, and nothing is left."""
     rng, count = random.Random(5), 1000 if late else 200
     bench = BufferedBench(lateness=seeded_lateness(5, 4) if late else None, threads=True)
@@ -73,6 +84,8 @@ def test_hand_offs_with_threads(late: bool) -> None:
                 for half in (bench.prefill, bench.decode):
                     half.shell.run_once()
                 bench.relay()
+        if late:
+            report_hand_offs(bench, record_property)
         assert sum(one.ended == "length" for one in bench.exchanges.values()) == count
         assert bench.retries == 0
         bench.check_rest()
@@ -221,3 +234,28 @@ def test_the_wait_before_the_engine_drops_a_sequence_is_needed(
     bench.settle(random.Random(0))
     if waits:
         bench.check_rest()
+
+
+def announce_too_early(offers: BufferedOffers) -> None:
+    for outgoing in offers._outgoing.values():
+        slabs = [chunk.slab for chunk in outgoing.chunks[outgoing.announced :]]
+        if slabs and outgoing.seq.stage and offers._send_hint is not None:
+            offers._send_hint(outgoing.seq, outgoing.announced, slabs, COMPLETE_MARK)
+            outgoing.announced = len(outgoing.chunks)
+
+
+@pytest.mark.usefixtures("_still_threads")
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_wait_before_chunks_are_announced_is_needed(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it decode workers pull what is not there yet. The ticket's digests find that, so bytes are wasted."""
+    if not waits:
+        monkeypatch.setattr(BufferedOffers, "_announce_copied", announce_too_early)
+    wasted = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        bench = BufferedBench(lateness=seeded_lateness(seed))
+        ask_many(bench, rng, 6)
+        bench.settle(rng)
+        wasted += bench.decode.role.wasted_bytes + bench.retries
+        bench.check_rest()
+    assert bool(wasted) is not waits

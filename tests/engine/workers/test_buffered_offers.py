@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from decode_worker.kv_fetcher import KvArrival
 from diptych.messages import Abort, Offer, Pulled, Release, Renew, Staged, Welcome
 from diptych.request import Tenancy
 from kvcache.device.copies import CopyBatch
@@ -18,7 +19,7 @@ from kvtransfer.layer_progress import COMPLETE_MARK
 from kvtransfer.stream_copy import copy_bytes_at
 from kvtransfer.transports import shm
 from prefill_worker import buffered_chunks
-from tests.engine.workers.buffered_bench import SLAB, BufferedBench, StillThread, ask_many
+from tests.engine.workers.buffered_bench import SLAB, BufferedBench, RecordProperty, StillThread, ask_many
 from tests.engine.workers.worker_bench import KEY, LEASE_S, VOCAB, BenchWorker
 from tests.support.late_copies import seeded_lateness
 from tests.support.waiting import wait_for
@@ -407,9 +408,11 @@ def test_bytes_that_flip_in_the_source_s_buffer_are_found() -> None:
     bench.check_rest()
 
 
-def test_bytes_that_flip_on_their_way_into_the_own_buffer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_flip_on_their_way_into_the_own_buffer_are_found(
+    monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+) -> None:
     rng = random.Random(8)
-    count, flips = 0, 0
+    count, flips, found = 0, 0, 0
 
     def spoil(target: int, source: int, num_bytes: int) -> None:
         nonlocal count, flips
@@ -419,11 +422,22 @@ def test_bytes_that_flip_on_their_way_into_the_own_buffer_are_found(monkeypatch:
             flips += 1
             ctypes.c_uint8.from_address(target + rng.randrange(num_bytes)).value ^= 1
 
+    matches = KvArrival.matches_chunk
+
+    def count_found(arrival: KvArrival, index: int, payload: bytes, promised: bytes) -> bool:
+        nonlocal found
+        answer = matches(arrival, index, payload, promised)
+        found += not answer
+        return answer
+
+    monkeypatch.setattr(KvArrival, "matches_chunk", count_found)
     monkeypatch.setattr(shm, "copy_bytes_at", spoil)
     bench = BufferedBench(lateness=seeded_lateness(8))
     for _ in range(6):
         ask_many(bench, rng, 3)
         bench.settle(rng)
-    assert flips > 0 and bench.retries + bench.decode.role.wasted_bytes > 0
+    record_property("copy_flips", flips)
+    record_property("copy_flips_found", found)
+    assert found == flips > 0 and bench.retries + bench.decode.role.wasted_bytes > 0
     assert {one.ended for one in bench.exchanges.values()} == {"length"}
     bench.check_rest()

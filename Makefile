@@ -66,7 +66,7 @@ containers: $(STAMP) ## The image and compose in a real container engine: .run/c
 gpu: $(STAMP) ## Those that need a CUDA device
 	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
 
-gpu-check: $(STAMP) ## What only a CUDA device can tell, within eight minutes: .run/gpu_check/result.json; exit status 3 without one
+gpu-check: $(STAMP) ## What only a CUDA device can tell, within eight minutes: .run/gpu_check/result.json; Error 3 without one
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, dashboards, docs/results

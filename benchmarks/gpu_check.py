@@ -8,6 +8,9 @@ part that hangs or fails loses nothing that was measured, and stops no other par
 
     env        device and versions
     kernels    kernels_failed: of one test of each kind of kernel
+    copies     copy_ratio: time of plain page-locked copies of chunks of Llama-3.1-8B / of a worker's copies to and from
+               its transfer buffer, the lesser; handoff_ms_512, handoff_ms_2048: such tokens from device to device over
+               two buffers, hashed twice; handoff_wrong: chunks that are not what was sent
     pair       one prefill and one decode worker on the GPU, the embedded model in float32, beside one worker on the
                CPU: unexplained, failed: of 300 answers (`benchmarks/load/answer_checks.py`); kv_at_rest: what is held
                3 s later; killed_*: the same while each worker is killed once
@@ -55,6 +58,12 @@ ROOT = Path(__file__).parents[1]
 PARTS = (
     CheckPart("env", "benchmarks.gpu_parts.kernels:record_environment", 20),
     CheckPart("kernels", "benchmarks.gpu_parts.kernels:run_kernel_tests", 60, {"kernels_failed": "= 0"}),
+    CheckPart(
+        "copies",
+        "benchmarks.gpu_parts.copies:measure_copies",
+        40,
+        {"copy_ratio": "≥ 0.8", "handoff_wrong": "= 0"},
+    ),
     CheckPart(
         "pair",
         "benchmarks.gpu_parts.pair:measure_pair",

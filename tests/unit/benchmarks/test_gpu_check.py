@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_parts import check_part, kernels
+from benchmarks.gpu_parts import check_part, copies, kernels
 from benchmarks.gpu_parts.check_part import CheckPart, PartContext
 from diptych.errors import ConfigError
+from kvcache.device.copies import CopyBatch, DirectCopies
 
 # What a part's process does, by its name.
 SCRIPTS = {
@@ -182,6 +185,36 @@ def test_a_test_that_is_skipped_has_not_passed(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "kernels.json").read_text())
     assert found["kernels_passed"] == 1 and len(found["kernels_failing"]) == 2
     assert found["kernels_failed"] == len(kernels.KERNEL_TESTS) - 1
+
+
+def test_copies_and_hand_offs_are_measured(tmp_path: Path) -> None:
+    """On CPU tensors: each byte arrives, and there is a figure for every size."""
+    context = PartContext("emulated", tmp_path, tmp_path / "copies.json")
+    copies.measure_copies(context)
+    found = json.loads(context.file.read_text())
+    names = {f"handoff_ms_{tokens}" for tokens in copies.TOKENS} | {"to_host_gb_per_s", "to_device_gb_per_s"}
+    assert found["handoff_wrong"] == 0 and all(found[name] > 0 for name in (*names, "copy_ratio"))
+
+
+class SpoilingCopies(DirectCopies):
+    """Copies all slabs but one."""
+
+    def to_device(self, pairs: Sequence[tuple[int, int]]) -> CopyBatch:
+        return super().to_device([pair for pair in pairs if pair[1] != 3])
+
+
+def test_a_chunk_that_does_not_arrive_is_counted() -> None:
+    device = torch.device("cpu")
+    with (
+        copies.DeviceSide(copies.TOY, 8, device) as source,
+        copies.DeviceSide(copies.TOY, 8, device) as target,
+    ):
+        target.copies = SpoilingCopies(target.pool, target.buffer.memory.view)
+        source.fill(1)
+        links = copies.link_buffers(source, target)
+        assert copies.hand_over(links, source, target, 6)[1] == 1
+        assert copies.hand_over(links, source, target, 3)[1] == 0
+        links.close()
 
 
 class Report:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,20 +23,29 @@ from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
 from engine.gpu import model_runner
 from engine.gpu.decoder import GpuDecoder
-from engine.gpu.model_runner import GpuModelRunner, list_graph_rows, load_kernels
+from engine.gpu.largest_step import CudaMeter, MemoryMeter, measure_needs
+from engine.gpu.model_runner import GpuModelRunner, load_kernels
 from engine.gpu.sampler import DeviceSampler
 from engine.loop import Engine
 from engine.model.checkpoint import Checkpoint
 from engine.model.device_plan import (
     CONTEXT_BYTES,
+    DeviceNeeds,
     DeviceShare,
     check_device_dtype,
     device_dtype,
     plan_device_memory,
     predict_needs,
 )
+from engine.model.device_step import list_graph_rows
 from engine.model.kv_codec import resolve_kv_classes, split_ranks
-from engine.model.memory_plan import AUTO_POOL_REQUESTS, MemoryPlan, available_memory, plan_max_length
+from engine.model.memory_plan import (
+    AUTO_POOL_REQUESTS,
+    MemoryPlan,
+    available_memory,
+    format_bytes,
+    plan_max_length,
+)
 from engine.model.weights import WeightReader
 from engine.protocols import StepObserver
 from engine.sampling.sampler import Sampler
@@ -45,6 +54,7 @@ from kvcache.allocator import KvAllocator
 from kvcache.device.copies import DirectCopies, SlabCopies
 from kvcache.device.pool import DevicePool
 from kvcache.device.stream_copies import open_stream_copies
+from kvcache.layout import KvLayout
 from kvcache.prefix_tree import PrefixTree
 from kvcache.tiers.host import HostTier
 from kvtransfer.transfer_buffer import TransferBuffer, min_buffer_bytes
@@ -61,6 +71,8 @@ class OpenedDevice:
     device: torch.device
     name: str
     share: DeviceShare
+    # Measures what this process holds of it; None: what steps take is reckoned.
+    meter: MemoryMeter | None = None
 
     @property
     def emulated(self) -> bool:
@@ -105,7 +117,8 @@ def open_device(spec: WorkerSpec, dtype: str) -> OpenedDevice:
     found = torch.cuda.get_device_properties(0)
     check_device_dtype(dtype, found.name, (found.major, found.minor))
     share = DeviceShare(found.total_memory, spec.gpu_memory_utilization, spec.gpu_workers, CONTEXT_BYTES)
-    return OpenedDevice(torch.device("cuda", 0), found.name, share)
+    device = torch.device("cuda", 0)
+    return OpenedDevice(device, found.name, share, CudaMeter(device))
 
 
 def resolve_device_model(spec: WorkerSpec) -> tuple[ResolvedModel, OpenedDevice]:
@@ -127,7 +140,7 @@ def resolve_device_model(spec: WorkerSpec) -> tuple[ResolvedModel, OpenedDevice]
         why = f"--kv-cache-codec {spec.kv_cache_codec} names several"
         raise ConfigError("the pool of a worker on a GPU has one codec", why, "name one")
     shards = split_ranks(checkpoint, classes, 1, 1)
-    plan = _plan_pool(spec, checkpoint, opened, dtype, classes[0].codec)
+    plan = _plan_pool(spec, checkpoint, opened, checkpoint.layout(dtype, classes[0].codec))
     return ResolvedModel(checkpoint, plan, dtype, shards, classes, (plan.num_slabs,)), opened
 
 
@@ -151,12 +164,16 @@ def _check_served(spec: WorkerSpec) -> None:
 
 
 def _plan_pool(
-    spec: WorkerSpec, checkpoint: Checkpoint, opened: OpenedDevice, dtype: str, codec: str
+    spec: WorkerSpec,
+    checkpoint: Checkpoint,
+    opened: OpenedDevice,
+    layout: KvLayout,
+    measured: DeviceNeeds | None = None,
 ) -> MemoryPlan:
-    """The pool by arithmetic. Raises ModelError if it does not fit."""
-    config, layout = checkpoint.config, checkpoint.layout(dtype, codec)
+    """The pool beside what was measured, or by arithmetic. Raises ModelError if it does not fit."""
+    config = checkpoint.config
     length = plan_max_length(checkpoint.name, config, spec.max_model_len)
-    needs = predict_needs(
+    needs = measured or predict_needs(
         config, layout, length, step_tokens=spec.max_num_batched_tokens, step_rows=spec.max_num_seqs
     )
     asked = spec.kv_bytes_asked or opened.emulated
@@ -188,18 +205,13 @@ def build_device_engine(
     decoder = _load_decoder(model, opened)
     supervisor.report_progress("load")
     supervisor.report_progress("warm", 0)
-    pool = DevicePool(model.layout, model.num_slabs, opened.device)
-    runner = GpuModelRunner(
-        decoder,
-        model.layout,
-        pool.data,
-        model.plan.max_model_len,
-        calibration=model.calibration,
-        sink_slots=model.plan.sink_slots or DEFAULT_SLOTS,
-    )
     tokenizer = load_tokenizer(model.checkpoint.path)
-    host_sampler = Sampler(runner.vocab_size, load_grammar_tokens(model.checkpoint.path, tokenizer))
-    sampler = DeviceSampler(host_sampler, opened.device)
+    grammar_tokens = load_grammar_tokens(model.checkpoint.path, tokenizer)
+    sampler = DeviceSampler(Sampler(decoder.config.vocab, grammar_tokens), opened.device)
+    if opened.meter is not None:
+        model = _plan_anew(spec, model, opened, decoder, sampler, opened.meter)
+    pool = DevicePool(model.layout, model.num_slabs, opened.device)
+    runner = _open_runner(model, decoder, pool)
     runner.warm(list_graph_rows(spec.max_num_seqs))
     sampler.warm()
     least = min_buffer_bytes(model.layout, model.plan.max_model_len)
@@ -223,9 +235,55 @@ def build_device_engine(
 
 def _open_copies(pool: DevicePool, buffer: TransferBuffer, opened: OpenedDevice) -> SlabCopies:
     """What copies KV between the pool and the buffer."""
-    if opened.emulated:
+    if opened.device.type == "cpu":
         return DirectCopies(pool, buffer.memory.view)
     return open_stream_copies(pool, buffer.memory.view)
+
+
+def _open_runner(model: ResolvedModel, decoder: GpuDecoder, pool: DevicePool) -> GpuModelRunner:
+    """What runs steps over a pool."""
+    return GpuModelRunner(
+        decoder,
+        model.layout,
+        pool.data,
+        model.plan.max_model_len,
+        calibration=model.calibration,
+        sink_slots=model.plan.sink_slots or DEFAULT_SLOTS,
+    )
+
+
+def _plan_anew(
+    spec: WorkerSpec,
+    model: ResolvedModel,
+    opened: OpenedDevice,
+    decoder: GpuDecoder,
+    sampler: DeviceSampler,
+    meter: MemoryMeter,
+) -> ResolvedModel:
+    """The model with the pool that fits beside loaded weights and the largest steps, which are measured.
+
+    Raises:
+        ModelError: the pool that was asked for, or one request of full length, does not fit.
+    """
+    weight_bytes, step_bytes = measure_needs(
+        lambda: _open_runner(model, decoder, DevicePool(model.layout, 1, opened.device)),
+        sampler,
+        meter,
+        tokens=spec.max_num_batched_tokens,
+        rows=spec.max_num_seqs,
+    )
+    # Tables beside a coded pool were there while the steps ran.
+    needs = DeviceNeeds(weight_bytes, step_bytes, model.plan.sink_slots)
+    plan = _plan_pool(spec, model.checkpoint, opened, model.layout, needs)
+    log.info(
+        "%s: %s of weights and %s of steps were measured (%s and %s reckoned), so the pool has %s",
+        opened.name,
+        *map(
+            format_bytes,
+            (weight_bytes, step_bytes, model.plan.weight_bytes, model.plan.step_bytes, plan.kv_bytes),
+        ),
+    )
+    return replace(model, plan=plan, class_slabs=(plan.num_slabs,))
 
 
 def _load_decoder(model: ResolvedModel, opened: OpenedDevice) -> GpuDecoder:

@@ -23,7 +23,6 @@ import triton.language as tl
 from engine.batching.batch import ForwardBatch
 from engine.batching.prefix_plan import PrefixPlan
 from engine.gpu.batch import (
-    MAX_PARTS,
     TILE_FIELDS,
     DeviceStep,
     Ints,
@@ -45,6 +44,7 @@ from engine.gpu.decode_rows import (
 )
 from engine.gpu.launch import LaunchTuning, next_power_of_two
 from engine.gpu.triton_kernel import INTERPRETED, ROWS_PER_PROGRAM, triton_kernel
+from engine.model.device_step import MAX_PARTS
 from kvcache.layout import KvLayout
 
 # A merge of splits takes as long as a program takes for this many chunks.

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.batching.prefix_plan import PrefixPlan
+from engine.model.device_step import MAX_PARTS
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", NDArray[np.int32], torch.Tensor)
@@ -32,8 +33,6 @@ ITEM_FIELDS = 5
 TILE_FIELDS = 4
 # Number of integers per span: position of its first token, end, sink.
 SPAN_FIELDS = 3
-# Most shared parts per row. Runs that lie deeper in the prefix tree are read by each row alone.
-MAX_PARTS = 32
 
 
 @dataclass(frozen=True, slots=True)

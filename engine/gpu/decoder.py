@@ -99,8 +99,8 @@ class GpuDecoder:
         Nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can be captured.
         """
         eps, kernels = self.config.eps, self.kernels
-        start = self.embedding.index_select(0, step.tokens)
-        x, delta = start.float(), torch.zeros_like(start)  # [rows, hidden]
+        x = self.embedding.index_select(0, step.tokens)  # [rows, hidden]
+        delta, x = torch.zeros_like(x), x.float()
         for index, layer in enumerate(self.layers):
             normed = kernels.add_rms_norm(x, delta, layer.input_norm, eps)
             delta = layer.out(self._attend(index, layer, normed, step, attention))

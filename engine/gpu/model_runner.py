@@ -30,16 +30,14 @@ from engine.gpu.coded.sinks import GpuSinkRecorder
 from engine.gpu.decode_graph import DecodeGraph, EmulatedGraph
 from engine.gpu.decoder import GpuDecoder, WeightSource
 from engine.gpu.kernels import AttentionLimits, CodedStepAttention, DeviceKernels, StepAttention
-from engine.gpu.launch import LaunchTuning, next_power_of_two
+from engine.gpu.launch import LaunchTuning
 from engine.model.architecture import ModelConfig
+from engine.model.device_step import PADDED_ITEMS, pad_rows
 from engine.protocols import OnLayersDone
 from engine.step_work import RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout
 from kvcache.pool import slab_shape
-
-# Numbers to which the number of shared items is padded. A step with more items is launched without a graph.
-PADDED_ITEMS = (0, 64, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +61,6 @@ class PackedStep:
             and work.slabs[: len(mine.slabs)] == mine.slabs
             for work, mine in zip(works, self.works, strict=True)
         )
-
-
-def pad_rows(rows: int) -> int:
-    """The rows of the graph that a decode step of `rows` sequences replays."""
-    step = next_power_of_two(rows) if rows <= 8 else 8 if rows <= 64 else 32
-    return -(-rows // step) * step
-
-
-def list_graph_rows(max_seqs: int) -> list[int]:
-    """The rows of all graphs that decode steps of up to `max_seqs` sequences replay: what `warm` takes before a worker
-    is ready."""
-    return sorted({pad_rows(rows) for rows in range(1, max_seqs + 1)})
 
 
 def load_kernels(emulated: bool = False) -> DeviceKernels:
@@ -229,14 +215,20 @@ class GpuModelRunner:
             done(self.layout.layers)
         return list(torch.split(logits, counts))
 
+    def rehearse(self, works: Sequence[StepWork]) -> torch.Tensor:
+        """Compute a step kernel by kernel. It writes no KV, so any slabs will do. Returns logits, [wanted, vocab]."""
+        ready = self._pack_step(works, SinkPlan())
+        step = view_step(ready.ints, ready.sizes)
+        step.slots.fill_(-1)
+        with torch.no_grad():
+            ints = ready.ints.to(self._decoder.device, non_blocking=True)
+            return self._decoder.forward(view_step(ints, ready.sizes), self._attention)
+
     def warm(self, rows: Sequence[int] = (1,)) -> None:
         """Compile the kernels with a short prefill, and capture the graphs of these batch sizes. Writes no KV."""
         tokens = min(CHUNK_TOKENS + 1, self.max_model_len)
-        work = StepWork([0] * tokens, 0, [0] * self.layout.num_chunks(tokens), "last")
-        ready = self._pack_step([work], SinkPlan())
-        view_step(ready.ints, ready.sizes).slots.fill_(-1)
+        self.rehearse([StepWork([0] * tokens, 0, [0] * self.layout.num_chunks(tokens), "last")])
         with torch.no_grad():
-            self._launch_step(ready)
             # The largest first: the others fit into its memory.
             for sizes in [
                 self._padded_sizes(count, items)

@@ -30,6 +30,7 @@ import torch
 
 from diptych.messages import Logprob
 from diptych.request import SamplingParams
+from engine.model.device_step import SAMPLED_LOGITS, SAMPLER_ARRAYS
 from engine.protocols import SampledToken
 from engine.sampling.sampler import GOLDEN, MIX1, MIX2, Sampler, SamplerRow, noise_start, stack_logits
 from engine.sequence import Sequence as Live
@@ -38,9 +39,7 @@ from engine.sequence import Sequence as Live
 NARROW = 1024
 # Logits that are processed at a time, in whole rows. On a GPU a block has to be large, since every operation costs a
 # launch, and an array of it should fit into the cache of 50 MB; on a CPU into that of a core.
-CUDA_BLOCK, CPU_BLOCK = 1 << 22, 1 << 17
-# Arrays of 8 bytes per logit that exist at a time for a block.
-MAX_ARRAYS = 8
+CUDA_BLOCK, CPU_BLOCK = SAMPLED_LOGITS, 1 << 17
 
 # Instead of a token: `Sampler` has to decide; or more candidates are needed.
 UNDECIDED, WIDER = -1, -2
@@ -114,7 +113,7 @@ class DeviceSampler:
     @property
     def scratch_bytes(self) -> int:
         """Most memory that sampling takes on the device for a while, beside the logits."""
-        return MAX_ARRAYS * 8 * max(self._block, self.vocab_size)
+        return SAMPLER_ARRAYS * 8 * max(self._block, self.vocab_size)
 
     def expect(self, seq: Live) -> None:
         """Announce a sequence, as `Sampler.expect`."""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError, ModelError, size_setting
 from engine.model.architecture import ModelConfig
+from engine.model.device_step import FLOAT_BYTES, device_step_bytes
 from engine.model.memory_plan import (
     MemoryPlan,
     angle_table_bytes,
@@ -25,9 +26,8 @@ from engine.model.memory_plan import (
 )
 from kvcache.layout import DTYPE_BYTES, KvLayout
 
-# What CUDA, cuBLAS and captured graphs take of a process before anything is loaded.
+# What CUDA and cuBLAS take of a process before anything is loaded, and what captured graphs take beside their tensors.
 CONTEXT_BYTES = 1 << 30
-FLOAT_BYTES = 4
 # The transfer buffer holds this many requests of full length, unless a setting says otherwise or the host is small.
 AUTO_BUFFER_REQUESTS = 4
 # The share of a worker's host memory that a transfer buffer of automatic size takes at most.
@@ -111,7 +111,7 @@ def predict_needs(
         slots = sink_table_slots(config, layout, step_rows)
         tables["first tokens"] = slots * token_kv_bytes(layout)
         tables["angles"] = angle_table_bytes(layout.head_dim, max_model_len)
-    step = device_step_bytes(config, layout.dtype, tokens=step_tokens, rows=step_rows)
+    step = device_step_bytes(config, layout, max_model_len, tokens=step_tokens, rows=step_rows)
     return DeviceNeeds(
         device_weight_bytes(config, layout.dtype, max_model_len), step, slots, MappingProxyType(tables)
     )
@@ -130,20 +130,6 @@ def device_weight_bytes(config: ModelConfig, dtype: str, max_model_len: int) -> 
     rotary = max_model_len * config.head_dim
     matrices = config.parameters - again + config.layers * biases
     return matrices * DTYPE_BYTES[dtype] + (norms + rotary) * FLOAT_BYTES
-
-
-def device_step_bytes(config: ModelConfig, dtype: str, *, tokens: int, rows: int) -> int:
-    """The peak of a step with `tokens` tokens, and logits and their draw for `rows` of them, in bytes.
-
-    The residual is float32, all else has `dtype`. The peak is in attention, in the MLP, or where tokens are drawn: the
-    logits in both types, and probabilities, order and noise of the sampler.
-    """
-    size = DTYPE_BYTES[dtype]
-    stream = tokens * config.hidden * (2 * FLOAT_BYTES + 2 * size)
-    attention = tokens * (2 * config.heads + 2 * config.kv_heads) * config.head_dim * size
-    mlp = tokens * 3 * config.mlp * size
-    logits = rows * config.vocab * (size + 5 * FLOAT_BYTES + 8)
-    return max(stream + max(attention, mlp), logits)
 
 
 def plan_device_memory(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from diptych.errors import ConfigError, DiptychError, ModelError
+from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
+from engine.gpu.model_runner import GpuModelRunner, load_kernels
+from engine.model.device_step import list_graph_rows
 from engine.model.weights import WeightReader
+from engine.step_work import StepWork
 from tests.support.factories import make_folder
-from worker.build_device import resolve_device_model
+from worker.build_device import build_device_engine, resolve_device_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "models" / "tiny")
@@ -88,6 +95,88 @@ def test_the_pool_has_the_type_of_the_weights(folder: Path) -> None:
     exact, _ = resolve_device_model(spec(folder, dtype="float32"))
     assert model.checkpoint.fingerprint("bfloat16")[0] != exact.checkpoint.fingerprint("float32")[0]
     assert exact.num_slabs == model.num_slabs // 2
+
+
+class ScriptedMeter:
+    """Says what a test wants: so many bytes are held, and steps take so many more."""
+
+    def __init__(self, held: int, step: int) -> None:
+        self.held, self.step = held, step
+        self.calls: list[str] = []
+
+    def held_bytes(self) -> int:
+        self.calls.append("held")
+        return self.held
+
+    def restart_peak(self) -> None:
+        self.calls.append("restart")
+
+    def peak_bytes(self) -> int:
+        self.calls.append("peak")
+        return self.held + self.step
+
+
+MIB = 1 << 20
+
+
+def note_steps(meter: ScriptedMeter, monkeypatch: pytest.MonkeyPatch) -> list[list[StepWork]]:
+    """Notes in the meter's calls when graphs are captured, and returns the steps that are rehearsed at their time."""
+    steps: list[list[StepWork]] = []
+    warm, rehearse = GpuModelRunner.warm, GpuModelRunner.rehearse
+
+    def note_warm(runner: GpuModelRunner, rows: list[int]) -> None:
+        meter.calls.append(f"graphs over {runner.data.shape[0]}: {list(rows)}")
+        warm(runner, rows)
+
+    def note_step(runner: GpuModelRunner, works: list[StepWork]) -> torch.Tensor:
+        steps.append(list(works))
+        return rehearse(runner, works)
+
+    monkeypatch.setattr(GpuModelRunner, "warm", note_warm)
+    monkeypatch.setattr(GpuModelRunner, "rehearse", note_step)
+    return steps
+
+
+@pytest.mark.parametrize("codec", ["raw", "tq4"])
+def test_the_pool_has_what_is_left_beside_measured_steps(
+    folder: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = spec(folder, max_num_seqs=20, max_num_batched_tokens=300, kv_bytes_asked=True, kv_bytes=8 * MIB,
+                 kv_cache_codec=codec, model=TINY if codec != "raw" else str(folder))  # fmt: skip
+    model, opened = resolve_device_model(asked)
+    meter = ScriptedMeter(100 * MIB, 500 * MIB)
+    steps = note_steps(meter, monkeypatch)
+    # On a GPU the pool takes all that is left.
+    opened = replace(
+        opened, meter=meter, name="Made-up GPU", share=replace(opened.share, total_bytes=1 << 30)
+    )
+    whole = msgspec.structs.replace(asked, kv_bytes_asked=False)
+    monkeypatch.setattr("worker.build_device.load_kernels", lambda emulated: load_kernels(True))
+    said = io.StringIO()
+    parts = build_device_engine(whole, model, opened, SupervisorPipe(said))
+    room = int((1 << 30) * 0.9) - 600 * MIB
+    assert parts.kv.num_slabs == room // model.layout.chunk_bytes != model.num_slabs
+    assert parts.buffer.pool.num_slabs >= model.layout.num_chunks(model.plan.max_model_len)
+    graphs = list_graph_rows(20)
+    assert meter.calls == [
+        "held", "restart", "graphs over 1: [24]", "peak", "held", f"graphs over {parts.kv.num_slabs}: {graphs}",
+    ]  # fmt: skip
+    # Between the two "warm" of a runner, which begin with a short prompt: the largest step there is.
+    (largest,) = [works for works in steps if len(works) > 1]
+    assert len(largest) == 20 and sum(len(work.tokens) for work in largest) == 300
+    assert '"ready"' not in said.getvalue() and said.getvalue().splitlines()[-1].startswith(
+        '{"phase": "warm"'
+    )
+    parts.buffer.memory.close()
+    with pytest.raises(ModelError, match="does not fit on the device") as caught:
+        build_device_engine(
+            msgspec.structs.replace(whole, kv_bytes_asked=True, kv_bytes=room + MIB),
+            model,
+            opened,
+            SupervisorPipe(said),
+        )
+    assert "weights 100.00 MiB" in caught.value.why and "--kv-cache-memory-bytes" in caught.value.fix
+    assert len(caught.value.lines()) <= 6
 
 
 def test_a_worker_on_the_cpu_loads_nothing_for_devices() -> None:

@@ -16,9 +16,10 @@ pytest.importorskip(
 
 from engine.batching.batch import pack_batch
 from engine.gpu.attention import GpuAttention
-from engine.gpu.batch import MAX_PARTS, cut_shared_runs
+from engine.gpu.batch import cut_shared_runs
 from engine.gpu.launch import LaunchTuning
 from engine.gpu.triton_kernel import INTERPRETED
+from engine.model.device_step import MAX_PARTS
 from engine.step_work import StepWork
 from kvcache.layout import KvLayout
 from tests.engine.gpu.attention_bench import EDGES, SPANS, TREES, AttentionBench

@@ -13,8 +13,9 @@ import torch
 from engine.cpu.model_runner import CpuModelRunner
 from engine.gpu.emulated.attention import TorchAttention
 from engine.gpu.emulated.codec_pages import CodecPages
-from engine.gpu.model_runner import GpuModelRunner, list_graph_rows
+from engine.gpu.model_runner import GpuModelRunner
 from engine.model.checkpoint import Checkpoint
+from engine.model.device_step import list_graph_rows
 from engine.model.weights import WeightReader
 from engine.step_work import StepWork
 from kvcache.codecs.calibration import Calibration

@@ -14,7 +14,8 @@ import torch
 
 from diptych.request import Grammar, SamplingParams
 from engine.gpu import sampler as device_sampling
-from engine.gpu.sampler import MAX_ARRAYS, NARROW, DeviceSampler
+from engine.gpu.sampler import NARROW, DeviceSampler
+from engine.model.device_step import SAMPLER_ARRAYS
 from engine.protocols import SampledToken
 from engine.sampling import grammar
 from engine.sampling.sampler import Sampler, SamplerRow, noise_start
@@ -179,7 +180,7 @@ def test_batch_and_block_change_nothing(block: int | None) -> None:
     whole = sampler.sample(list(torch.split(logits, 1)), rows)
     alone = [sampler.sample([logits[place : place + 1]], [row])[0] for place, row in enumerate(rows)]
     assert whole == alone
-    assert sampler.scratch_bytes == MAX_ARRAYS * 8 * max(block or device_sampling.CPU_BLOCK, 3000)
+    assert sampler.scratch_bytes == SAMPLER_ARRAYS * 8 * max(block or device_sampling.CPU_BLOCK, 3000)
 
 
 def test_a_wide_nucleus_takes_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from diptych.config.load import load_config
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from planner.costs import profiler
@@ -21,6 +22,7 @@ from planner.costs.kv.codec import with_kv_codec
 from planner.costs.kv.eviction import check_threshold
 from planner.costs.profile_file import save_profile
 from planner.costs.step import StepCost
+from planner.hardware import CPU, served_device
 from planner.types import CostModel, StepBatch
 from planner.workload.workload import Workload, find_workload
 from services.bench.profile_run import (
@@ -32,6 +34,8 @@ from services.bench.profile_run import (
     running_deployment,
 )
 from services.cli.profile.options import ProfileOptions
+from services.host.device_settings import apply_device
+from services.host.gpus import find_gpus
 from services.host.model_probe import resolve_model
 from services.host.output_paths import require_writable
 
@@ -49,10 +53,11 @@ def run_profile(options: ProfileOptions) -> int:
 
     The profile names the codec in which the measured workers keep KV. Of several codecs with shares, each is measured:
     costs are those of `raw` if that is one of them, else of the first, and `CostProfile.kv_classes` has the others.
-    With a `kv_keep` below 1 requests that evict at this threshold are measured too (`CostProfile.kv_keep`).
+    With a `kv_keep` below 1 requests that evict at this threshold are measured too (`CostProfile.kv_keep`). The profile
+    names the device on which the workers say they compute.
 
     Raises:
-        ConfigError: the workload, the model, the file, the codec or the threshold is wrong, or workers
+        ConfigError: the workload, the model, the file, the device, the codec or the threshold is wrong, or workers
             cannot evict.
         StartError: the deployment does not come up.
     """
@@ -63,10 +68,14 @@ def run_profile(options: ProfileOptions) -> int:
     classes = [base, *(name for name in names if name != base)] if names else []
     _check_keep(kv_keep, classes)
     console = Console(stderr=True)
+    _check_device(options)
     pools = PoolSizes(0, 0, options.colocated) if options.colocated else PoolSizes()
     source = find_workload(options.workload)
-    folder = asyncio.run(resolve_model(Config(model=options.model), 2)).path if options.model else ""
+    asked = Config(model=options.model, device=options.device) if options.model else None
+    folder = asyncio.run(resolve_model(asked, 2)).path if asked else ""
     kept = ["--kv-cache-codec", codec]
+    if options.device != CPU:
+        kept += ["--device", options.device]
     if options.kv_cache_calibration is not None:
         kept += ["--kv-cache-calibration", str(options.kv_cache_calibration)]
     with running_deployment(pools, folder, kept) as live:
@@ -91,6 +100,19 @@ def run_profile(options: ProfileOptions) -> int:
     else:
         _print_figures(Console(), measurement, options.out)
     return 0
+
+
+def _check_device(options: ProfileOptions) -> None:
+    """Raises ConfigError, before anything is started: there is no such device, the planner does not know it, or its
+    workers do not do what is to be measured.
+    """
+    given = {
+        "device": options.device,
+        "kv_cache_codec": options.kv_cache_codec,
+        "kv_keep": str(options.kv_keep),
+    }
+    if apply_device(load_config("serve", given, {})).config.device == "cuda":
+        served_device(gpu.name for gpu in find_gpus())
 
 
 def _parse_depths(text: str) -> tuple[int, ...]:

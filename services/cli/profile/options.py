@@ -31,6 +31,9 @@ class ProfileOptions:
         MEASUREMENT,
         metavar="N,…",
     )
+    device: str = option_field(
+        "cpu", "Where workers compute, as in `diptych serve`: cpu or cuda", MEASUREMENT, metavar="NAME"
+    )
     kv_cache_codec: str = option_field(
         RAW_CLASS, "How workers store KV, as in `diptych serve`", MEASUREMENT, metavar="CODEC"
     )

@@ -16,6 +16,8 @@ from planner.workload.workload import find_workload
 from services.bench.profile_run import LiveDeployment, PoolSizes, measure_profile
 from services.cli.profile import command
 from services.cli.profile.options import ProfileOptions
+from services.host import device_settings
+from tests.support.made_up_gpus import made_gpu, plug_in
 
 
 def small_options(folder: Path, **more: Any) -> ProfileOptions:
@@ -136,3 +138,34 @@ def test_a_gpu_that_the_planner_does_not_know_is_refused_before_anything_is_meas
     with pytest.raises(ConfigError, match="'NVIDIA Imaginary 9000' is not known") as caught:
         measure_profile(live, find_workload("sharegpt"))
     assert len(caught.value.lines()) <= 6
+
+
+def test_a_profile_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be measured or named is refused before anything is started."""
+    seen: list[str] = []
+
+    def start(pools: PoolSizes, model: str = "", options: Sequence[str] = ()) -> NoReturn:
+        seen.extend(options)
+        raise StartError("started")
+
+    def refusal(**more: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            command.run_profile(small_options(tmp_path, device="cuda", **more))
+        assert caught.value.fix and len(caught.value.lines()) <= 6
+        return "\n".join(caught.value.lines())
+
+    monkeypatch.setattr(command, "running_deployment", start)
+    monkeypatch.setattr(device_settings, "REFUSED_DEVICES", ())
+    plug_in(monkeypatch, tmp_path)
+    assert "there is no device 'cuda' here" in refusal()
+    plug_in(monkeypatch, tmp_path, made_gpu("NVIDIA Imaginary 9000"))
+    assert "'NVIDIA Imaginary 9000' is not known" in refusal()
+    plug_in(monkeypatch, tmp_path, made_gpu("NVIDIA H200"), made_gpu("NVIDIA L40S"))
+    assert "a profile is of one kind" in refusal()
+    plug_in(monkeypatch, tmp_path, made_gpu("NVIDIA H200"))
+    assert "several KV classes" in refusal(kv_cache_codec="raw:0.5,tq4")
+    assert "evicts KV" in refusal(kv_keep=0.9)
+    assert not seen
+    with pytest.raises(StartError, match="started"):
+        command.run_profile(small_options(tmp_path, device="cuda"))
+    assert seen == ["--kv-cache-codec", "raw", "--device", "cuda"]

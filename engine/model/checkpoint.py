@@ -164,11 +164,14 @@ class Checkpoint:
         times = [field for at in stats for field in (at.st_size, at.st_mtime_ns)]
         return hash_fields([self.hash_weights(), *times]).hex()
 
-    def fingerprint(self, dtype: str = "float32", weight_kind: str = "exact") -> tuple[str, dict[str, str]]:
+    def fingerprint(
+        self, dtype: str = "float32", weight_kind: str = "exact", device_type: str = "cpu"
+    ) -> tuple[str, dict[str, str]]:
         """(hex digest, readable fields) of everything that two workers must have in common to exchange KV.
 
         The name is among the fields but not hashed: the same content in another folder is the same model. Weights count
-        as `hash_weights` says. A `weight_kind` other than "exact" is a field too, since it changes the answers.
+        as `hash_weights` says. A `weight_kind` other than "exact" is a field too, since it changes the answers; and so
+        is a `device_type` other than "cpu", which rounds otherwise.
         """
         layout = self.layout(dtype)
         hashed: dict[str, HashField] = {
@@ -182,6 +185,8 @@ class Checkpoint:
         }
         if weight_kind != "exact":
             hashed["weight_kind"] = weight_kind
+        if device_type != "cpu":
+            hashed["device_type"] = device_type
         shown = {
             name: str(value)[:SHOWN_CHARS]
             for name, value in hashed.items()

@@ -27,7 +27,7 @@ def build_device_worker(
     """
     model, opened = resolve_device_model(spec)
     body = build_device_engine(spec, model, opened, supervisor, recorder)
-    fingerprint, identity = model.checkpoint.fingerprint(model.dtype)
+    fingerprint, identity = model.checkpoint.fingerprint(model.dtype, device_type=spec.device)
     store = open_device_saturation(spec, model, opened, fingerprint)
     return WorkerParts(
         engine=body.engine,

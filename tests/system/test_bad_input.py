@@ -10,7 +10,8 @@ import shutil
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -118,36 +119,48 @@ def other(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def mixed(other: Path, tmp_path: Path) -> Iterator[str]:
-    """The URL of a gateway whose prefill worker has one model and whose decode worker has another."""
-    keys = tmp_path / "keys"
+@contextmanager
+def unlike_pools(folder: Path, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[str]:
+    """The URL of a gateway whose prefill worker was started with other arguments than its decode worker."""
+    keys = folder / "keys"
     assert run("keys", str(keys)).returncode == 0
     apart = ["--channel", f"tcp://127.0.0.1:{claim_port('127.0.0.1', 0)}", "--keys-dir", str(keys)]
     port = str(claim_port("127.0.0.1", 0))
     with (
         Terminal("gateway", "--port", port, *apart) as gateway,
-        Terminal("worker", "prefill", *apart) as prefill,
-        Terminal("worker", "decode", "--model", str(other), *apart) as decode,
+        Terminal("worker", "prefill", *prefill, *apart) as first,
+        Terminal("worker", "decode", *decode, *apart) as second,
     ):
-        for terminal in (gateway, prefill, decode):
+        for terminal in (gateway, first, second):
             terminal.expect(": ready")
         gateway.expect("cannot serve with the others")
         yield f"http://127.0.0.1:{port}"
-        for terminal in (decode, prefill, gateway):
+        for terminal in (second, first, gateway):
             assert terminal.interrupt() == 0
             assert terminal.left() == []
 
 
-def test_pools_of_different_models_are_not_paired_and_both_are_shown(mixed: str) -> None:
+def shown_mismatch(url: str) -> str:
+    """Why the two are not paired; the gateway is not ready, and `diptych status` says the same."""
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{mixed}/ready", timeout=120)
+        urllib.request.urlopen(f"{url}/ready", timeout=120)
     with caught.value as answer:
         assert answer.code == 503
         reasons = json.loads(answer.read())["reasons"]
-    mismatch = next(reason for reason in reasons if "does not fit" in reason)
-    assert "prefill" in mismatch and "decode" in mismatch and "config" in mismatch
-    assert len(mismatch.splitlines()) <= 6
-    shown = run("status", "--url", mixed)
+    mismatch = str(next(reason for reason in reasons if "does not fit" in reason))
+    assert "prefill" in mismatch and "decode" in mismatch and len(mismatch.splitlines()) <= 6
+    shown = run("status", "--url", url)
     assert shown.returncode == 1 and "not ready" in shown.stdout
     assert all(line in shown.stdout for line in mismatch.splitlines())
+    return mismatch
+
+
+def test_pools_of_different_models_are_not_paired_and_both_are_shown(other: Path, tmp_path: Path) -> None:
+    with unlike_pools(tmp_path, (), ("--model", str(other))) as url:
+        assert "config" in shown_mismatch(url)
+
+
+def test_pools_of_different_types_and_devices_are_not_paired(tmp_path: Path) -> None:
+    with unlike_pools(tmp_path, ("--device", "emulated"), ("--dtype", "float32")) as url:
+        mismatch = " ".join(shown_mismatch(url).split())
+    assert "dtype bfloat16 float32" in mismatch and "device_type emulated -" in mismatch

@@ -135,6 +135,9 @@ def test_fingerprint_is_of_the_content(copy: Path, folder: Path) -> None:
     assert {name for name in identity if identity[name] != other[name]} == {"model"}
     assert identity["kv_layout"] == "2x2x2x64x12" and identity["dtype"] == "float32"
     assert Checkpoint.resolve(str(folder)).fingerprint("float16")[0] != first
+    # Workers on other devices round otherwise, and have other fingerprints.
+    cuda, shown = Checkpoint.resolve(str(folder)).fingerprint(device_type="cuda")
+    assert cuda != first and shown == identity | {"device_type": "cuda"}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

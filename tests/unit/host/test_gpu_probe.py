@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from diptych.config.load import load_config
@@ -70,6 +73,34 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "was made for 1 to 2048 tokens" in refused(1, max_model_len="4096")
     plug_in(monkeypatch, tmp_path)
     assert "there is no device 'cuda' here" in refused(1)
+
+
+def test_swap_space_has_to_fit_beside_the_buffer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plug_in(monkeypatch, tmp_path, made_gpu())
+    loaded = apply_device(load_config("serve", {"device": "cuda", "model": str(TINY)}, {}))
+
+    def probe(swap_bytes: int) -> ProbedModel:
+        return probe_model(msgspec.structs.replace(probe_request(loaded.config, 2), swap_bytes=swap_bytes))
+
+    buffer = probe(0).gpu
+    assert buffer is not None
+    with pytest.raises(ConfigError, match="swap space of 40.00 GiB per worker does not fit") as caught:
+        probe(40 * GIB)
+    assert "beside the transfer buffer of" in caught.value.why and len(caught.value.lines()) <= 6
+    found = re.search(r"lower --swap-space to (\d+)MiB or less", caught.value.fix)
+    # A worker may use 0.9 of half of this machine's memory.
+    assert found and int(found[1]) == (int(32 * GIB * 0.9) - buffer.buffer_bytes) >> 20
+    assert probe(int(found[1]) << 20) == probe(0)
+
+
+def test_quantised_weights_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plug_in(monkeypatch, tmp_path, made_gpu())
+    folder = tmp_path / "quantised"
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "its weights are quantised (method awq)" in refused(1, model=str(folder))
 
 
 def test_an_emulated_device_takes_half_of_the_worker_s_memory() -> None:

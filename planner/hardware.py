@@ -117,10 +117,20 @@ ALIASES = {
     "b200-sxm": "b200",
 }
 
+# Devices of the list that CUDA does not drive.
+NOT_CUDA = ("mi300x",)
+
+
+def list_gpus(names: Iterable[str]) -> list[str]:
+    """Those of the named devices that are GPUs: all but CPU cores."""
+    return sorted({name for name in names if not name.lower().startswith(CPU)})
+
 
 def unserved_devices(names: Iterable[str]) -> list[str]:
-    """Those of the named devices on which workers do not compute yet: all but CPU cores."""
-    return sorted({name for name in names if not name.lower().startswith(CPU)})
+    """Those of a deployment's devices on which its workers cannot compute: GPUs without CUDA, or beside CPU cores."""
+    found = set(names)
+    gpus = list_gpus(found)
+    return gpus if len(gpus) < len(found) else [name for name in gpus if normalize_name(name) in NOT_CUDA]
 
 
 def find_device(name: str, *own: Device) -> Device:

@@ -95,7 +95,7 @@ def resolve_model(spec: WorkerSpec) -> ResolvedModel:
             with the KV of one request of `max_model_len` tokens; or its calibration cannot be read.
     """
     if spec.device not in ("auto", "cpu"):
-        why = "workers compute on the CPU; the code for GPUs has not been run on one yet (docs/gpu.md)"
+        why = "a worker like this one computes on the CPU"
         raise ConfigError(f"there is no device {spec.device!r} here", why, "use --device cpu")
     if spec.dtype not in CPU_DTYPES:
         why = "on the CPU weights and KV are float32"

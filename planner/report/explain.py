@@ -6,11 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from diptych.chunks import RAW_CLASS
 from planner.costs.kv.classes import format_classes
-from planner.hardware import unserved_devices
+from planner.hardware import list_gpus, unserved_devices
 from planner.placement.plan_file import (
     VERSION,
     PlanFile,
@@ -74,24 +75,46 @@ def _validation_sentence(solution: Solution) -> str:
 
 
 def list_notes(solution: Solution) -> list[str]:
-    """Sentences for the user; one of them says so if `diptych serve` cannot deploy the solution."""
-    other = " and ".join(_unserved_devices(solution))
-    refused = (
-        f"workers do not compute on {other} yet, so `diptych serve --plan` refuses this plan (docs/gpu.md)"
+    """Sentences for the user; one of them says how `diptych serve` deploys the solution on GPUs, or that it cannot."""
+    notes, gpus = list(solution.notes), " and ".join(list_gpus(_planned_devices(solution)))
+    if why := _why_refused(solution):
+        notes.append(f"{why}, so `diptych serve --plan` refuses this plan (docs/gpu.md)")
+    elif gpus:
+        notes.append(
+            f"on {gpus} use `diptych serve --plan` with --device cuda; it never ran on a GPU (docs/gpu.md)"
+        )
+    return notes
+
+
+def serve_command(solution: Solution, path: Path) -> str | None:
+    """The command that deploys the solution, whose plan is in the file `path`; None: workers do not compute there."""
+    if not is_deployable(solution):
+        return None
+    return f"diptych serve --plan {path}" + (
+        " --device cuda" if list_gpus(_planned_devices(solution)) else ""
     )
-    return [*solution.notes, *([refused] if other else [])]
 
 
 def is_deployable(solution: Solution) -> bool:
     """Whether workers compute on the devices of the solution."""
-    return not _unserved_devices(solution)
+    return not _why_refused(solution)
 
 
-def _unserved_devices(solution: Solution) -> list[str]:
-    """The devices of the solution on which workers do not compute yet."""
-    return unserved_devices(
+def _why_refused(solution: Solution) -> str:
+    """Why the solution cannot be deployed, wherever its devices are; empty if it can."""
+    names, pools = _planned_devices(solution), solution.best_candidate.placement.pools
+    if other := " and ".join(unserved_devices(names)):
+        return f"workers do not compute on {other}"
+    if list_gpus(names) and any(pool.parallelism.devices > 1 for pool in pools):
+        return "a worker computes on one GPU"
+    return ""
+
+
+def _planned_devices(solution: Solution) -> list[str]:
+    """The devices of the solution's pools."""
+    return [
         solution.problem.group(pool.device).device.name for pool in solution.best_candidate.placement.pools
-    )
+    ]
 
 
 def explain_solution(solution: Solution) -> list[str]:

@@ -1,4 +1,4 @@
-"""The settings of workers on GPUs: their defaults there, and what such workers do not do. Nothing is started yet."""
+"""The settings of workers on GPUs: their defaults there, and what such workers do not do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ GPU_SETTINGS = ("gpu_memory_utilization", "transfer_buffer_bytes")
 GPU_DEFAULTS: Mapping[str, Any] = {"max_num_batched_tokens": 4096, "max_num_seqs": 256}
 # On CUDA one thread serves, and another one waits for copies and hashes.
 CUDA_DEFAULTS: Mapping[str, Any] = {**GPU_DEFAULTS, "threads": 2}
-# Workers on these devices are not finished.
-REFUSED_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def apply_device(loaded: LoadedConfig) -> LoadedConfig:
@@ -35,9 +33,6 @@ def apply_device(loaded: LoadedConfig) -> LoadedConfig:
                 "add --device cuda, or leave it out",
             )
         return loaded
-    if config.device in REFUSED_DEVICES:
-        why = "workers compute on the CPU; the code for GPUs has not been run on one yet (docs/gpu.md)"
-        raise ConfigError(f"there is no device {config.device!r} here", why, "use --device cpu")
     _check_served(config)
     defaults = CUDA_DEFAULTS if config.device == "cuda" else GPU_DEFAULTS
     given_defaults = {name: value for name, value in defaults.items() if name not in origins}

@@ -39,8 +39,9 @@ def find_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
         ConfigError: the binding of NVML is not installed, there is no driver or no GPU, torch was built without CUDA,
             or `CUDA_VISIBLE_DEVICES` leaves no GPU.
     """
-    require_extra("gpu", "--device cuda", "; or use --device cpu")
+    # First, since most people who lack the extra lack this too.
     _check_torch()
+    require_extra("gpu", "--device cuda", "; or use --device cpu")
     nvml: Any = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()

@@ -25,9 +25,9 @@ from planner.placement.solve import Solution, solve_placement
 from planner.placement.validate import product_limits
 from planner.report.explain import (
     explain_solution,
-    is_deployable,
     list_notes,
     make_plan_file,
+    serve_command,
     solution_headline,
     solution_json,
 )
@@ -188,8 +188,8 @@ def _format_lines(
     for other in others:
         lines += ["", *compare_answers(solution, other)]
     if options.out is not None:
-        use = f"; deploy it with: diptych serve --plan {options.out}" if is_deployable(solution) else ""
-        lines += ["", f"written: {options.out}{use}"]
+        command = serve_command(solution, options.out)
+        lines += ["", f"written: {options.out}" + (f"; deploy it with: {command}" if command else "")]
     return "\n".join(lines + [f"drawn: {path}" for path in drawn])
 
 

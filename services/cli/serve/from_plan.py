@@ -19,7 +19,7 @@ from diptych.slo import strictest_slo
 from planner.costs.kv.classes import same_classes
 from planner.costs.model import EMBEDDED_NAMES as PLANNED_EMBEDDED
 from planner.costs.model import find_model
-from planner.hardware import normalize_name, unserved_devices
+from planner.hardware import list_gpus, normalize_name
 from planner.placement.candidates import deployed_placement, local_prefill_mode
 from planner.placement.packing import device_groups
 from planner.placement.plan_file import PlanFile, load_plan
@@ -148,7 +148,7 @@ def _check_device_kind(plan: PlanFile, config: Config) -> None:
     """Raises ConfigError if the plan is for other devices than workers compute on: CPU cores, unless it is said."""
     if config.device == "cuda":
         return _check_gpus(plan, config)
-    other = unserved_devices(pool.device for pool in plan.pools if pool.device)
+    other = list_gpus(pool.device for pool in plan.pools if pool.device)
     if not other:
         return
     cores = len(os.sched_getaffinity(0))
@@ -160,7 +160,7 @@ def _check_device_kind(plan: PlanFile, config: Config) -> None:
     raise ConfigError(
         f"the plan is for {plan.placement.devices} devices of the kind {', '.join(other)}",
         here,
-        f"plan for what is here: diptych plan --device cpu {size}",
+        f"add --device cuda, or plan for what is here: diptych plan --device cpu {size}",
     )
 
 
@@ -170,7 +170,7 @@ def _check_gpus(plan: PlanFile, config: Config) -> None:
     What the nodes of a Ray cluster have is seen when workers are placed there.
     """
     planned = sorted({pool.device for pool in plan.pools if pool.device})
-    if cores := set(planned) - set(unserved_devices(planned)):
+    if cores := set(planned) - set(list_gpus(planned)):
         raise ConfigError(
             f"the plan is for devices of the kind {', '.join(sorted(cores))}",
             "with --device cuda workers compute on GPUs",

@@ -16,7 +16,6 @@ from planner.workload.workload import find_workload
 from services.bench.profile_run import LiveDeployment, PoolSizes, measure_profile
 from services.cli.profile import command
 from services.cli.profile.options import ProfileOptions
-from services.host import device_settings
 from tests.support.made_up_gpus import made_gpu, plug_in
 
 
@@ -155,7 +154,6 @@ def test_a_profile_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pyte
         return "\n".join(caught.value.lines())
 
     monkeypatch.setattr(command, "running_deployment", start)
-    monkeypatch.setattr(device_settings, "REFUSED_DEVICES", ())
     plug_in(monkeypatch, tmp_path)
     assert "there is no device 'cuda' here" in refusal()
     plug_in(monkeypatch, tmp_path, made_gpu("NVIDIA Imaginary 9000"))

@@ -6,21 +6,13 @@ import pytest
 
 from diptych.config.load import LoadedConfig, load_config
 from diptych.errors import ConfigError
-from services.host import device_settings
 from services.host.device_settings import apply_device
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both devices are served."""
-    monkeypatch.setattr(device_settings, "REFUSED_DEVICES", ())
 
 
 def settle(**given: str) -> LoadedConfig:
     return apply_device(load_config("serve", given, {}))
 
 
-@pytest.mark.usefixtures("served")
 def test_steps_are_larger_on_a_gpu_unless_the_user_says_otherwise() -> None:
     cpu, cuda, emulated = (settle(device=name).config for name in ("cpu", "cuda", "emulated"))
     assert (cpu.max_num_batched_tokens, cpu.max_num_seqs, cpu.threads) == (512, 64, 1)
@@ -32,7 +24,6 @@ def test_steps_are_larger_on_a_gpu_unless_the_user_says_otherwise() -> None:
     assert settle(device="cuda", max_num_seqs="8").config.max_num_seqs == 8
 
 
-@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("device", ["cuda", "emulated"])
 @pytest.mark.parametrize(
     ("given", "words"),
@@ -65,9 +56,3 @@ def test_settings_of_gpus_mean_nothing_on_the_cpu(given: dict[str, str], words: 
     with pytest.raises(ConfigError, match=words) as caught:
         settle(**given)
     assert "add --device cuda" in caught.value.fix
-
-
-def test_what_is_not_finished_is_refused() -> None:
-    for device in device_settings.REFUSED_DEVICES:
-        with pytest.raises(ConfigError, match=f"there is no device '{device}' here"):
-            settle(device=device)

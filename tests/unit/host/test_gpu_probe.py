@@ -15,7 +15,7 @@ from diptych.config.load import load_config
 from diptych.errors import ConfigError, ModelError
 from engine.model.checkpoint import Checkpoint
 from services.cli.serve.specs import deployment_spec
-from services.host import device_settings, model_probe
+from services.host import model_probe
 from services.host.device_settings import apply_device
 from services.host.model_probe import ProbedModel, probe_model, probe_request
 from tests.support.made_up_gpus import GIB, made_gpu, plug_in
@@ -24,8 +24,7 @@ TINY = Path(__file__).parents[3] / "models" / "tiny"
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_settings, "REFUSED_DEVICES", ())
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_probe, "available_memory", lambda: 64 * GIB)
 
 

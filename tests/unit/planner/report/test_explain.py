@@ -18,8 +18,10 @@ from planner.report.explain import (
     disaggregation_gain,
     explain_disaggregation,
     explain_solution,
+    is_deployable,
     list_notes,
     make_plan_file,
+    serve_command,
     solution_headline,
     solution_json,
     stage_seconds,
@@ -48,16 +50,36 @@ def test_the_headline_and_the_reasons() -> None:
     assert all(str(one.placement) in text for one in answer.others)
 
 
+def split_workers(solution: Solution, tp: int) -> Solution:
+    """The solution, if its workers were split over so many devices."""
+    best = solution.best_candidate
+    pools = tuple(replace(pool, parallelism=Parallelism(tp)) for pool in best.placement.pools)
+    return replace(solution, best_candidate=replace(best, placement=replace(best.placement, pools=pools)))
+
+
 def test_a_device_that_workers_cannot_use_is_said_in_words_and_as_json() -> None:
-    answer = answered()
+    unknown = replace(profile(), device=replace(DEVICE, name="MI300X"))
+    answer = solve_placement(question(measured=unknown))
     (refused,) = [note for note in list_notes(answer) if "refuses this plan" in note]
-    assert "workers do not compute on made yet" in refused and f"note: {refused}" in explain_solution(answer)
+    assert "workers do not compute on MI300X" in refused and f"note: {refused}" in explain_solution(answer)
     shown = solution_json(answer)
     assert refused in shown["notes"] and shown["deployable"] is False
+    assert serve_command(answer, Path("p.json")) is None
+    gpus = split_workers(answered(), 1)
+    assert any("on made use" in note and "--device cuda" in note for note in list_notes(gpus))
+    assert solution_json(gpus)["deployable"] is True
+    assert serve_command(gpus, Path("p.json")) == "diptych serve --plan p.json --device cuda"
     cores = replace(profile(), device=replace(DEVICE, name="cpu"))
     served = solve_placement(question(measured=cores))
     assert solution_json(served)["deployable"] is True
-    assert not any("refuses" in note for note in list_notes(served))
+    assert serve_command(served, Path("p.json")) == "diptych serve --plan p.json"
+    assert not any("refuses" in note or "GPU" in note for note in list_notes(served))
+
+
+def test_a_worker_that_is_split_over_gpus_cannot_be_deployed() -> None:
+    split = split_workers(answered(), 2)
+    assert any("a worker computes on one GPU, so" in note for note in list_notes(split))
+    assert not is_deployable(split)
 
 
 def test_the_sentence_follows_the_answer() -> None:

@@ -48,7 +48,8 @@ class DecodeGraph:
             decoder.forward(step, attention)
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # In the usual mode, "global", a thread that asks for the end of a copy meanwhile would make the capture fail.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._logits.copy_(decoder.forward(step, attention))
 
     @property

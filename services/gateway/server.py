@@ -21,6 +21,7 @@ from diptych.file_limits import raise_open_file_limit
 from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection import KEEP_ALIVE_S, HttpConnection
 from services.gateway.http.connection_table import ConnectionTable, max_open_connections
+from services.gateway.http.stranger_pacing import StrangerPacing
 from services.gateway.service import GatewayService
 from services.host.ports import claim_port
 
@@ -85,7 +86,10 @@ class GatewayServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=functools.partial(  # type: ignore[arg-type]
-                    HttpConnection, connections=self.connections, keys=keys or AccessKeys()
+                    HttpConnection,
+                    connections=self.connections,
+                    keys=keys or AccessKeys(),
+                    strangers=StrangerPacing(),
                 ),
                 ws="none",
                 lifespan="off",

@@ -25,9 +25,10 @@ from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat
 from services.gateway.generation.generation import Generation, SequenceStream
 from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
 from services.gateway.generation.whole_answer import complete_answer, write_parts
-from services.gateway.http.connection import ClientStalled, ResponseWriter
+from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import JSON_TYPE, error_response, record_failure
 from services.gateway.http.request_scope import trace_of
+from services.gateway.http.response_writer import ResponseWriter
 from services.gateway.openai.schemas.response_schema import AnswerDetails, DetailsField
 from services.gateway.tracing.spans import TracedSequence
 

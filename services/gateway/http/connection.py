@@ -15,6 +15,7 @@ At every moment some time limit ends a connection whose client does nothing:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import struct
@@ -22,7 +23,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from diptych.failure_statuses import FailureReason, RequestFailure
@@ -31,6 +32,7 @@ from diptych.logs.request_ids import RequestIds, new_request_id
 from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection_table import PROGRESS_BYTES, ConnectionPhase, ConnectionTable
 from services.gateway.http.log_rate_limit import LogRateLimit
+from services.gateway.http.stranger_pacing import StrangerPacing
 
 # Limits of a request's head: bytes of its request line and headers together, and number of its headers and trailers.
 MAX_HEAD_BYTES = 64 << 10
@@ -100,15 +102,20 @@ class HttpConnection(HttpToolsProtocol):
     stalled = False
     # Whether the connection was reset or has ended, so that nobody is there for an answer.
     aborted = False
-    # What a request waits for that may not begin yet.
-    start: asyncio.Future[None] | None = None
     # The request whose answer began last.
     _answered: RequestResponseCycle | None = None
     stall_s = STALL_TIMEOUT_S
 
-    def __init__(self, *arguments: Any, connections: ConnectionTable, keys: AccessKeys, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        connections: ConnectionTable,
+        keys: AccessKeys,
+        strangers: StrangerPacing,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
-        self._table, self._keys = connections, keys
+        self._table, self._keys, self._strangers = connections, keys, strangers
         if not self.logger.filters:
             # Every invalid request logs a warning, so warnings are limited.
             self.logger.addFilter(LogRateLimit())
@@ -131,8 +138,7 @@ class HttpConnection(HttpToolsProtocol):
         self._disarm_timer()
         self._stop_stall_timer()
         self.aborted = True
-        if self.start is not None and not self.start.done():
-            self.start.set_result(None)
+        self._strangers.forget_connection(self, self._address)
         if (answered := self._answered) is not None:
             # uvicorn tells the last request that has arrived, which may be a pipelined one.
             answered.disconnected = answered.disconnected or not answered.response_complete
@@ -211,9 +217,13 @@ class HttpConnection(HttpToolsProtocol):
         tenant = self._keys.find_tenant(cycle.scope["path"], cycle.scope["headers"])
         self.is_known = tenant is not None
         # Where no keys are needed, the clients of an address are one tenant.
-        owner = self.client[0] if tenant == "" and self.client else tenant
+        owner = (self._address or tenant) if tenant == "" else tenant
         self.has_share = self._table.begin_request(self, owner, self._keys.has_tenants)
-        super()._start_asgi_task(cycle, app)
+        begin = functools.partial(super()._start_asgi_task, cycle, app)
+        if self.is_known:
+            begin()
+        else:
+            self._strangers.begin_request(self, self._address, begin)
 
     def on_response_complete(self) -> None:
         """The response is written: the connection is idle, or closes once it is flushed.
@@ -300,6 +310,11 @@ class HttpConnection(HttpToolsProtocol):
     def _idle(self) -> bool:
         """Whether no request is open."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _address(self) -> str:
+        """The client's address; "" if it has none."""
+        return self.client[0] if self.client else ""
 
     @property
     def _is_blocked(self) -> bool:
@@ -404,46 +419,3 @@ class HttpConnection(HttpToolsProtocol):
         await self.flow.drain()
         if self.stalled:
             raise ClientStalled
-
-
-class ResponseWriter:
-    """Writes one response. Each write waits for a slow client.
-
-    Raises ClientStalled from every write if the client reads too little for `stall_s`.
-    """
-
-    def __init__(self, scope: Scope, send: Send, stall_s: float) -> None:
-        self._connection: HttpConnection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
-        self._send = send
-        self.started = False
-        if self._connection is not None:
-            self._connection.stall_s = stall_s
-
-    async def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the status and the headers. Raises ClientStalled if the client reads too little."""
-        self.started = True
-        await self._put({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write_body(self, body: bytes) -> None:
-        """Send a part of the body. Raises ClientStalled if the client reads too little."""
-        await self._put({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end_response(self) -> None:
-        """Complete the response, once the client has taken all but what the kernel buffers.
-
-        Raises ClientStalled if the client reads too little.
-        """
-        if self._connection is not None:
-            await self._connection.wait_drained(high=0)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def abort(self) -> None:
-        """Reset the connection, so that no client takes the response for complete."""
-        if self._connection is not None:
-            self._connection.abort()
-
-    async def _put(self, message: Message) -> None:
-        """Send a message when the client has read enough of the answer so far."""
-        if self._connection is not None:
-            await self._connection.wait_drained()
-        await self._send(message)

@@ -2,13 +2,13 @@
 
 When the table is full, a new connection replaces an old one, in this order:
 
-    1. the one that has been idle for longest, if that is `FRESH_S` or more, or if more than half of all connections are
-       idle. No request is lost
+    1. the one that has been idle for longest, if that is `FRESH_S` or more. No request is lost
     2. of strangers, whose request came without a key: the one that has made no progress for longest, even if it waits
        for the gateway
-    3. of the tenant with the most open requests (where no keys are needed, of the address): the one whose client has
+    3. the one that has been idle for longest, if more than half of all connections are idle
+    4. of the tenant with the most open requests (where no keys are needed, of the address): the one whose client has
        made no progress for longest. So nobody loses a connection to a tenant that has more
-    4. the one that has been idle for longest. Its request may be on its way, so it comes last
+    5. the one that has been idle for longest. Its request may be on its way, so it comes last
 
 A client makes progress when it sends or reads `PROGRESS_BYTES`. Reading and sending count alike: so neither a crowd
 that sends slowly nor one that reads slowly can displace a client that does the other.
@@ -221,22 +221,18 @@ class ConnectionTable:
     def _make_room(self) -> bool:
         """Evict a connection, in the order above; False if there is none."""
         oldest = next(iter(self._idle), None)
-        if (oldest is None or self._is_fresh(oldest)) and self._evictable:
-            # Strangers go before every tenant.
-            heaviest = None if None in self._evictable else max(self._evictable, key=self._count_open)
-            oldest = next(iter(self._evictable[heaviest]))
+        if oldest is None or self._clock() < self._idle[oldest] + FRESH_S:
+            # A request may be on its way on an idle connection. Strangers go before it, and before every tenant.
+            # A crowd of idle connections goes before tenants: it would displace clients that send or read.
+            crowded = 2 * len(self._idle) > self.max_connections
+            if None in self._evictable:
+                oldest = next(iter(self._evictable[None]))
+            elif self._evictable and not crowded:
+                oldest = next(iter(self._evictable[max(self._evictable, key=self._count_open)]))
         if oldest is None:
             return False
         self._evict(oldest)
         return True
-
-    def _is_fresh(self, idle_connections: EvictableConnection) -> bool:
-        """Whether a request may still be on its way on a connection that is idle.
-
-        A crowd of idle connections is not waited for: it would displace clients that send or read.
-        """
-        crowded = 2 * len(self._idle) > self.max_connections
-        return not crowded and self._clock() < self._idle[idle_connections] + FRESH_S
 
     def _count_open(self, tenant: str | None) -> int:
         return 0 if tenant is None else self.open_by_tenant[tenant]

@@ -149,6 +149,19 @@ def test_strangers_make_room_before_tenants_and_the_heaviest_tenant_before_other
     assert not table.add_connection(Connection())
 
 
+def test_strangers_make_room_before_whoever_has_just_come_even_in_a_crowd() -> None:
+    table = ConnectionTable(8, lambda: 0.0)
+    strangers = begin(table, "b", ConnectionPhase.ANSWERING, 2)
+    for one in strangers:
+        table.begin_request(one, None, True)
+    crowd = [Connection() for _ in range(6)]
+    assert all(table.add_connection(one) for one in crowd)
+    for expected in [*strangers, crowd[0]]:
+        assert not expected.evicted
+        assert table.add_connection(Connection())
+        assert expected.evicted
+
+
 def test_strangers_that_come_again_at_once_displace_each_other_and_no_client() -> None:
     """Each of them has its request being answered as soon as its head has come."""
     table, number = ConnectionTable(16, lambda: 0.0), 0

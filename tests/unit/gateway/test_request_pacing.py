@@ -7,10 +7,8 @@ import contextlib
 from collections import Counter
 from types import SimpleNamespace
 
-import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http import request_pacing
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.request_pacing import REQUESTS_PER_ITERATION, RequestPacingMiddleware
 
@@ -76,53 +74,15 @@ async def test_a_request_alone_does_not_wait_and_a_cancelled_one_takes_no_place(
     assert begun[-1] == "start"
 
 
-def asked(
-    pacing: RequestPacingMiddleware, name: str, address: str = "a", *, known: bool = False
-) -> tuple[asyncio.Task[None], SimpleNamespace]:
-    """A request that comes now over a connection of its own, and this connection."""
-    connection = SimpleNamespace(is_known=known, aborted=False, start=None)
-    scope: Scope = {"type": "http", "name": name, "client": (address, 1)}
-    scope["extensions"] = {CONNECTION_EXTENSION: connection}
-    return asyncio.create_task(pacing(scope, receive_nothing, send_nothing)), connection
+async def test_a_request_whose_connection_has_ended_does_not_begin() -> None:
+    begun = list[str]()
 
-
-@pytest.fixture
-def begun() -> list[str]:
-    """The names of requests that have begun."""
-    return []
-
-
-@pytest.fixture
-def pacing(begun: list[str]) -> RequestPacingMiddleware:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         begun.append(scope["name"])
 
-    return RequestPacingMiddleware(app)
-
-
-async def test_no_client_waits_for_strangers_who_begin_one_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, pacing: RequestPacingMiddleware, begun: list[str]
-) -> None:
-    monkeypatch.setattr(request_pacing, "STRANGER_INTERVAL_S", 60.0)
-    crowd = [asked(pacing, f"stranger {number}") for number in range(20)]
-    await asyncio.sleep(0)
-    names = [f"client {number}" for number in range(REQUESTS_PER_ITERATION)]
-    await asyncio.gather(*(asked(pacing, name, known=True)[0] for name in names))
-    assert begun == ["stranger 0", *names]
-    # Whose connection ends waits no longer, and does not begin.
-    for _, connection in crowd[1:]:
-        connection.aborted = True
-        connection.start.set_result(None)
-    await asyncio.gather(*(task for task, _ in crowd))
-    assert len(begun) == 1 + len(names) and not pacing._strangers._waiting
-
-
-async def test_strangers_of_other_addresses_take_turns_and_the_newest_begins_first(
-    monkeypatch: pytest.MonkeyPatch, pacing: RequestPacingMiddleware, begun: list[str]
-) -> None:
-    monkeypatch.setattr(request_pacing, "STRANGER_INTERVAL_S", 0.01)
-    tasks = [asked(pacing, name, name[0])[0] for name in ("a1", "a2", "a3", "a4", "a5", "b1", "b2")]
-    await asyncio.sleep(0)
-    tasks[3].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert begun == ["a1", "a5", "b2", "a3", "b1", "a2"] and not pacing._strangers._waiting
+    pacing = RequestPacingMiddleware(app)
+    for name, aborted in (("left", True), ("here", False)):
+        scope: Scope = {"type": "http", "name": name}
+        scope["extensions"] = {CONNECTION_EXTENSION: SimpleNamespace(aborted=aborted)}
+        await pacing(scope, receive_nothing, send_nothing)
+    assert begun == ["here"]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from services.gateway.generation.formats import OutputFormat, ResponseHead
 from services.gateway.generation.generation import Generation
 from services.gateway.generation.streaming import GenerationResponse
-from services.gateway.http.connection import ResponseWriter
+from services.gateway.http.response_writer import ResponseWriter
 
 
 class FakeSequenceStream:

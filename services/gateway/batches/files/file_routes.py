@@ -21,8 +21,9 @@ from services.gateway.batches.database_thread import StorageError
 from services.gateway.batches.files.upload import UploadedFile, receive_upload
 from services.gateway.batches.records import BATCH_PURPOSE, BatchRecord, FileRecord, new_file_id
 from services.gateway.batches.store import BatchStore
-from services.gateway.http.connection import ClientStalled, ResponseWriter
+from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import JSON_TYPE, SHUTTING_DOWN
+from services.gateway.http.response_writer import ResponseWriter
 from services.gateway.openai.schemas.batch_schema import MAX_EXPIRY_S, FileDeleted
 from services.gateway.openai.validate import invalid_value_error
 

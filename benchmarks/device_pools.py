@@ -8,7 +8,8 @@ Each part is a process of its own and writes each figure at once, as in `benchma
 
     same    greedy answers and others of every kind (`benchmarks/load/answer_checks.py`) from 1P1D, 2P2D, and 1P1D with
             coded pages (coded_*), beside one CPU worker: unexplained, failed: of 1,200 and 150 answers; same_held: what
-            is held 3 s after the last answer
+            is held 3 s after the last answer; coded_near: how near two tokens of coded answers are for rounding to
+            decide, measured on CPU workers (`benchmarks/device_parts/tokens.py`)
     late    late_handoffs between two workers in one process, whose copies happen as late as they may: late_wrong:
             tokens, chunks, and slabs that change owner or content during a copy; late_failed: of all tests of them;
             waits_proven: waits whose absence is noticed / waits; copy_flips_found: bytes that flip in the buffer of

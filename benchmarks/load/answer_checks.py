@@ -7,6 +7,7 @@ in the same answer is not compared.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,6 @@ from diptych.request import Grammar, SamplingParams
 FIRST_ID, VOCAB = 260, 4096
 # How near two log-probabilities are for rounding to decide, by the type of weights and KV.
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
-# The same for coded pages. A number that lies between two codes may get either, which moves those of later layers.
-CODED_NEAR = 0.1
 MAX_EXAMPLES = 5
 # Settings of requests that are not greedy, one after the other.
 KINDS: tuple[dict[str, Any], ...] = (
@@ -128,6 +127,16 @@ def compare_answers(
                 found, f"{answer.request.id}, {sampling}, gap {gap:.2g}: {right.tokens}, {answer.tokens}"
             )
     return found
+
+
+def largest_difference(reference: Iterable[ChannelAnswer], answers: Iterable[ChannelAnswer]) -> float:
+    """The most by which the log-probability of a token differs that both give, before the first that differs."""
+    largest = 0.0
+    for right, answer in zip(reference, answers, strict=True):
+        pairs = zip(right.tokens, answer.tokens, right.logprobs, answer.logprobs, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        largest = max([largest, *(abs(mine.logprob - other.logprob) for _, _, mine, other in same)])
+    return largest
 
 
 def first_gap(right: ChannelAnswer, answer: ChannelAnswer) -> float:

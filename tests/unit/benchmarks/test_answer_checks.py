@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu_parts import pair
 from benchmarks.gpu_parts.check_part import PartContext
-from benchmarks.load.answer_checks import KINDS, compare_answers, make_requests
+from benchmarks.load.answer_checks import KINDS, compare_answers, largest_difference, make_requests
 from benchmarks.load.channel_deployment import ChannelAnswer
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Logprob
@@ -48,6 +48,14 @@ def test_an_answer_is_identical_explained_or_unexplained(
     counts = {"identical": found.identical, "explained": found.explained, "unexplained": found.unexplained}
     assert counts == {name: int(name == expected) for name in counts} and not found.failed
     assert len(found.examples) == (expected == "unexplained")
+
+
+def test_the_largest_difference_is_that_of_tokens_before_the_first_that_differs() -> None:
+    right, answer = make_answer([5, 6, 7]), make_answer([5, 6, 8])
+    for place, value in enumerate((-0.5, -0.75, -9.0)):
+        answer.logprobs[place] = Logprob(answer.tokens[place], value, [])
+    assert largest_difference([right, right], [answer, right]) == 0.25
+    assert largest_difference([], []) == 0.0
 
 
 def test_answers_that_fail_or_do_not_end_are_failed() -> None:

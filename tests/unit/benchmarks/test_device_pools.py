@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks import device_pools
 from benchmarks.device_parts import flow, ordering
 from benchmarks.device_parts.faults import KILLS, PHASES, FaultyDeployment
 from benchmarks.device_parts.flipped_bytes import flip_offered
+from benchmarks.device_parts.tokens import ROUNDING, round_weights
 from benchmarks.gpu_parts.check_part import CheckPart, PartContext
 from benchmarks.load.answer_checks import FIRST_ID, VOCAB, AskedRequest
 from benchmarks.load.channel_deployment import ChannelAnswer, ChannelDeployment
@@ -27,6 +29,17 @@ from kvtransfer.digests import DIGEST_BYTES, DigestContext
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.ticket import OfferedChunk, Ticket, encode_ticket
 from router.effects import AttemptRetried, KvMoved
+from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
+
+
+def test_rounded_weights_differ_by_one_rounding_and_the_rest_of_the_model_is_the_same(tmp_path: Path) -> None:
+    source = Path(resolve_embedded(EMBEDDED_MODEL))
+    round_weights(source, tmp_path / "rounded")
+    before, after = (load_file(one / "model.safetensors") for one in (source, tmp_path / "rounded"))
+    assert before.keys() == after.keys()
+    moved = [(after[name] / before[name].float() - 1).nan_to_num(0.0).abs().max().item() for name in before]
+    assert 0 < max(moved) <= 2 * ROUNDING
+    assert {one.name for one in source.iterdir()} == {one.name for one in (tmp_path / "rounded").iterdir()}
 
 
 def summary(**changes: Any) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class ChannelDeployment:
     def __exit__(self, *raised: object) -> None:
         with ThreadPoolExecutor(len(self._parts)) as threads:
             list(threads.map(lambda part: part.stop(STOP_S), self._parts.values()))
-        self._call(self._close)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(READY_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -287,9 +287,10 @@ class ChannelDeployment:
         self._hub.open()
         self._tasks = self._loop.create_task(self._backend.run_tasks())
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         if hasattr(self, "_tasks"):
             self._tasks.cancel()
+            await asyncio.wait([self._tasks])
             self._hub.close()
 
 

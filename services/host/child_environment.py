@@ -30,6 +30,8 @@ QUIET_RAY = {
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 SECRET_VARIABLES = ("DIPTYCH_API_KEY", "DIPTYCH_ADMIN_KEY", "DIPTYCH_METRICS_KEY")
+# CUDA numbers GPUs by speed by default; NVML, `nvidia-smi` and Ray number them by their place on the PCI bus.
+GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -67,13 +69,16 @@ def prepare_joined_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def child_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker or gateway: import path and threads are set, secrets and Ray's settings removed."""
+    """The environment of a worker or gateway: import path, threads and the order of GPUs are set; secrets and Ray's
+    settings are removed.
+    """
     kept = {k: v for k, v in environ.items() if not k.startswith("RAY_") and k not in SECRET_VARIABLES}
     # torch and numba read the number of threads when they are imported, so it is set in the environment.
     return (
         kept
         | dict.fromkeys(THREAD_VARIABLES, str(threads))
         | import_path_environment(kept)
+        | GPU_ORDER
         | {"PYTHONUNBUFFERED": "1"}
     )
 

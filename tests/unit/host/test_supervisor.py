@@ -280,7 +280,7 @@ def test_children_get_threads_and_packages_and_no_secrets() -> None:
     )
     assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == "3"
     assert environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/p"]
-    assert environ["HOME"] == "/h"
+    assert environ["HOME"] == "/h" and environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert not {"RAY_AUTH_TOKEN", "DIPTYCH_API_KEY"} & set(environ)
 
 

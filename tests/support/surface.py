@@ -57,7 +57,7 @@ MAX_WIDTH = 140
 DESCRIPTIONS = ("description", "summary")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+")
 # Texts in the code that look like environment variables, and are something else.
-NO_VARIABLES = {"BLOCK_D", "SC_OPEN_MAX", "STRICT_PACK"}
+NO_VARIABLES = {"BLOCK_D", "PCI_BUS_ID", "SC_OPEN_MAX", "STRICT_PACK"}
 # Texts in quotes, and what an environment is asked for, whatever it looks like.
 QUOTED = re.compile(r"""["']([A-Z]\w+)["']""")
 HEADER_NAME = re.compile(r"""["'](x-[a-z-]+)["']""")

@@ -133,6 +133,9 @@ class BufferedLinks:
                     raise
                 finally:
                     self._pulling[worker] -= len(slabs)
+                    if not self._pulling[worker]:
+                        # Workers come and go.
+                        del self._pulling[worker]
                 first += len(slabs)
         except Exception:
             yield from uploads.finish_uploads()

@@ -16,6 +16,7 @@ from benchmarks.load.answer_checks import AskedRequest, ask_reference, compare_a
 from benchmarks.load.channel_deployment import DEVICE_BOOKS, ChannelAnswer, ChannelDeployment, wait_answers
 from diptych.failure_statuses import FailureReason
 from diptych.request import RequestStage
+from tests.support.waiting import comes_true
 
 STAGES = (RequestStage.QUEUED, RequestStage.PREFILLED, RequestStage.TRANSFERRING, RequestStage.DECODING)
 # Every stage of a request in which either of its workers is killed.
@@ -65,10 +66,8 @@ class FaultyDeployment:
             # Nobody has its chunks already, so all of them are pulled.
             answer = self._submit_one(number, scope=f"spoilt-{len(self.spoilt)}")
             self.stayed.append((number, answer))
-            deadline_s = time.monotonic() + OFFER_S
-            while not (ticket := self.deployment.ticket(answer)) and time.monotonic() < deadline_s:
-                time.sleep(0.002)
-            if ticket:
+            comes_true(lambda: self.deployment.ticket(answer), OFFER_S, pause_s=0.002)
+            if ticket := self.deployment.ticket(answer):
                 source = self.deployment.source(answer)
                 num_slabs = max(stats.buffer_slabs for stats in self.deployment.stats().values())
                 flip_offered(self.deployment.pid(source), ticket, num_slabs, self._rng)

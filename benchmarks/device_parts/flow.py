@@ -15,6 +15,7 @@ from benchmarks.load.channel_deployment import ChannelAnswer, ChannelDeployment,
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import RequestStage, SamplingParams
 from kvcache.layout import KvLayout
+from tests.support.waiting import comes_true
 
 # Of the embedded model in float32.
 CHUNK_BYTES = KvLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32").chunk_bytes
@@ -114,11 +115,14 @@ def leased_device_slabs(deployment: ChannelDeployment) -> int:
             deployment.submit(prompt, greedy(NEW_TOKENS))
             for prompt in make_prompts(LEASED, LEASED_TOKENS, seed=4)
         ]
-        deadline_s, stats = time.monotonic() + REST_S, deployment.stats()["prefill-0"]
-        # Statistics come with heartbeats.
-        while time.monotonic() < deadline_s and (stats.leases < LEASED or stats.slabs_used):
-            time.sleep(0.02)
+
+        def all_leased() -> bool:
             stats = deployment.stats()["prefill-0"]
+            return stats.leases >= LEASED and not stats.slabs_used
+
+        # Statistics come with heartbeats.
+        comes_true(all_leased, REST_S, pause_s=0.02)
+        stats = deployment.stats()["prefill-0"]
     wait_answers(answers)
     if stats.leases < LEASED:
         raise RuntimeError(f"{stats.leases} leases of {LEASED} prompts after {REST_S} s")

@@ -1,7 +1,8 @@
 """A worker on the emulated device, whose device fails when a test asks for it: `python -m tests.system.failing_device`.
 
 `fail-PART-WORKER` beside the folder of keys holds how often `PART` (of `PARTS`) of that worker fails, as it does when a
-GPU fails. Canaries do not make it fail: their prompts and answers are too short.
+GPU fails. Canaries do not make it fail: their prompts and answers are too short. For that, copies of a request have to
+hold several chunks: steps are of `STEP_TOKENS`, whatever was measured.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ if __name__ == "__main__":
 
 import torch
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DeviceLost
 from diptych.specs import WorkerSpec
 from engine.gpu.model_runner import GpuModelRunner
 from engine.gpu.sampler import DeviceSampler
 from kvcache.device.copies import DirectCopies
 from services.worker.__main__ import main as run_real_worker
+from worker.saturation_store import SaturationStore
 
+STEP_TOKENS = 4 * CHUNK_TOKENS
 TEXT = "CUDA error: an illegal memory access was encountered"
 ERROR = torch.AcceleratorError(TEXT)
 # What fails, whether its arguments are of no canary, and what it raises.
@@ -62,6 +66,7 @@ def install_fault(part: str, asked: Path) -> None:
 
 def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Run the worker, with its faults."""
+    SaturationStore.read_tokens = lambda _: STEP_TOKENS  # type: ignore[method-assign, assignment]
     for part in PARTS:
         install_fault(part, fail_file(Path(spec.keys_dir).parent, part, spec.worker))
     return run_real_worker(spec, supervisor)

@@ -255,6 +255,7 @@ def failing() -> Iterator[Served]:
         ("runner", "prefill-0", 400),
         ("runner", "decode-0", 511),
         ("sampler", "decode-0", 512),
+        ("download", "prefill-0", 513),
         ("upload", "decode-0", 800),
     ],
 )

@@ -228,14 +228,13 @@ class ConnectionTable:
             if None in self._evictable:
                 oldest = next(iter(self._evictable[None]))
             elif self._evictable and not crowded:
-                oldest = next(iter(self._evictable[max(self._evictable, key=self._count_open)]))
+                tenants = (tenant for tenant in self._evictable if tenant is not None)
+                heaviest = max(tenants, key=self.open_by_tenant.__getitem__)
+                oldest = next(iter(self._evictable[heaviest]))
         if oldest is None:
             return False
         self._evict(oldest)
         return True
-
-    def _count_open(self, tenant: str | None) -> int:
-        return 0 if tenant is None else self.open_by_tenant[tenant]
 
     def _evict(self, connection: EvictableConnection) -> None:
         log.warning("the connection that waited longest for its client is closed: %d were open", len(self))

@@ -128,18 +128,20 @@ def test_nothing_that_was_not_shown_counts_as_proven(tmp_path: Path) -> None:
 
 def test_a_bit_flips_in_a_chunk_that_is_offered() -> None:
     layout = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
-    memory, rng = SharedMemory(9 * layout.chunk_bytes), random.Random(0)
+    # Other tests of this process may have left memory of common sizes.
+    num_slabs = 1009
+    memory, rng = SharedMemory(num_slabs * layout.chunk_bytes), random.Random(0)
     shape = (layout.layers, layout.kv_heads, 2, CHUNK_TOKENS, layout.head_dim)
     context = DigestContext("r", 0, 130, (0, 2), layout.dtype, shape, "model", layout.chunk_bytes)
     chunks = tuple(OfferedChunk(slab, bytes(DIGEST_BYTES)) for slab in (5, 2, 7))
     raw = encode_ticket(Ticket(context, "prefill-0", "life", chunks), b"key")
     for _ in range(20):
         memory.view[:] = bytes(len(memory.view))
-        flip_offered(os.getpid(), raw, 9, rng)
+        flip_offered(os.getpid(), raw, num_slabs, rng)
         ((at, value),) = [(at, value) for at, value in enumerate(memory.view.tobytes()) if value]
         assert at // layout.chunk_bytes in (5, 2, 7) and value.bit_count() == 1
     with pytest.raises(OSError, match="shares no memory"):
-        flip_offered(os.getpid(), raw, 10, rng)
+        flip_offered(os.getpid(), raw, num_slabs + 1, rng)
     memory.close()
 
 

@@ -24,6 +24,9 @@ from router.requests.tenants import RESERVED_PART, AdmissionDemand, TenantShares
 RATE_DECAY = 0.95
 # Departures have stalled when none came for this many times the usual interval.
 STALL_FACTOR = 5.0
+# Prompts that must have been prefilled before their tokens per second say anything of longer ones: the first to be
+# ready is the shortest, and most of its time is not the time of its tokens.
+LEAST_PROMPTS = 8
 # Bounds of Retry-After in seconds (official clients ignore more than 120 s).
 MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
 
@@ -50,7 +53,10 @@ class AdmissionLimits:
 class DepartureRate:
     """Departures (requests or tokens) per second while anything waits; older departures count less."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1) -> None:
+        """`least`: how many departures must have been seen before anything is predicted."""
+        self._least = least
+        self._seen = 0
         self._units = self._seconds = self._departures = 0.0
         # Time of the last departure, or of the start of waiting if that came later; None while nothing waits.
         self._since_s: float | None = None
@@ -65,6 +71,7 @@ class DepartureRate:
             self._units = RATE_DECAY * self._units + units
             self._seconds = RATE_DECAY * self._seconds + now_s - self._since_s
             self._departures = RATE_DECAY * self._departures + 1
+            self._seen += 1
         self._since_s = None if idle else now_s
 
     def stop_waiting(self) -> None:
@@ -73,7 +80,7 @@ class DepartureRate:
 
     def predict_wait_s(self, units: float, now_s: float) -> float | None:
         """Predicted seconds until `units` have departed; None if no rate is known."""
-        if not self._units or not self._seconds:
+        if self._seen < self._least or not self._units or not self._seconds:
             return None
         return units * self._seconds / self._units + self._pause_s(now_s)
 
@@ -94,7 +101,7 @@ class Admission:
         bounds = self.limits.max_requests, self.limits.max_queued_tokens
         self.tenants = TenantShares(bounds, self.limits.shared)
         # Prompt tokens prefilled per second while requests wait for a first token.
-        self._prefill_rate = DepartureRate()
+        self._prefill_rate = DepartureRate(LEAST_PROMPTS)
         # Requests ended per second while requests wait for a first token.
         self._yield_rate = DepartureRate()
         # Requests ended per second while any request is in flight.

@@ -55,6 +55,17 @@ def test_a_wait_that_would_be_too_long_is_foreseen() -> None:
     assert reading(0.5, 0).find_refusal(1, 10**9, now_s) is None, "nobody is ahead of it"
 
 
+def test_the_shortest_prompt_of_a_burst_says_nothing_of_the_longest() -> None:
+    admission = Admission()
+    for length in (1, 2, 63, 64, 1000, 1900):
+        admission.admit_request(f"r{length}", length, 0.0)
+    admission.mark_prefilled("r1", 0.03)
+    assert admission.predicted_wait_s(0.03) == 0.0
+    assert admission.find_refusal(1, 1000, 0.03) is None
+    admission.mark_prefilled("r2", 0.04)
+    assert admission.find_refusal(1, 1000, 0.04) is None
+
+
 def test_a_pause_that_lasts_is_part_of_the_wait() -> None:
     admission = reading(0.5, 50)
     assert admission.find_refusal(1, 10, 54.0) is None

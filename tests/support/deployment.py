@@ -42,6 +42,7 @@ from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
 
 T = TypeVar("T")
 GRACE_S = 2.0  # of workers that are to end
+PATIENT = ("--max-queue-wait-s", str(PATIENCE_S))
 # 0 in every worker at rest.
 BOOKS = (
     "slabs_used", "leases", "staging_bytes", "running", "waiting", "buffer_used", "copies_in_flight", "offers_waiting",
@@ -151,9 +152,12 @@ class Launched(Served):
 
 @contextmanager
 def serve(*arguments: str) -> Iterator[Launched]:
-    """`diptych serve ARGUMENTS` until the block ends; then Ctrl-C, and nothing may be left of it."""
+    """`diptych serve ARGUMENTS` until the block ends; then Ctrl-C, and nothing may be left of it.
+
+    No request is refused because its wait is long: machines of tests are slow. `arguments` may set another limit.
+    """
     port = str(claim_port("127.0.0.1", 0))
-    with Terminal("serve", "--port", port, *arguments) as terminal:
+    with Terminal("serve", "--port", port, *PATIENT, *arguments) as terminal:
         terminal.expect("stop with Ctrl-C")
         yield Launched(url=f"http://127.0.0.1:{port}", terminal=terminal)
         terminal.interrupt()
@@ -164,11 +168,10 @@ def serve(*arguments: str) -> Iterator[Launched]:
 def serve_parts(*arguments: str, worker_module: str = "") -> Iterator[Served]:
     """Gateway and workers of `diptych serve ARGUMENTS`, without Ray, until the block ends; nothing may be left.
 
-    No request is refused because its wait is long: machines of tests are slow. `arguments` may set another limit.
-    Workers run `worker_module` instead of the product's, if it is given.
+    Requests wait as with `serve`. Workers run `worker_module` instead of the product's, if it is given.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as name:
-        what = plan_deployment(("--max-queue-wait-s", str(PATIENCE_S), *arguments), Path(name))
+        what = plan_deployment((*PATIENT, *arguments), Path(name))
         make_keys(what.gateway.keys_dir)
         parts = [make_part("gateway", what.gateway_module, what.gateway, what)]
         module = worker_module or what.worker_module

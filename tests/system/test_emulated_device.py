@@ -22,8 +22,7 @@ from tests.system.transformers_oracle import read_text
 NEAR_TIE = 1e-3
 NEW_TOKENS, LONG_ANSWER, LONGEST_ANSWER = 12, 80, 240
 ADMIN = "the key of the admin"
-WAIT = ("--max-queue-wait-s", "10m")  # machines of tests are slow
-EMULATED = ("tiny", "--device", "emulated", "--dtype", "float32", "--data-dir", "none", *WAIT)
+EMULATED = ("tiny", "--device", "emulated", "--dtype", "float32", "--data-dir", "none")
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 400, 511, 512, 513, 800, 1025, 1900)
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 SAMPLING: dict[str, dict[str, Any]] = {

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--disk-rate", type=float, default=200e6, help="bytes per second")
     parser.add_argument("--memory-share", type=float, default=0.2, help="of the weights")
     parser.add_argument("--folder", type=Path, help="where files are made (a temporary folder)")
-    small = {"hidden": 384, "layers": 16, "ffn": 1024, "heads": 6, "kv_heads": 2, "vocab": 512, "prompts": 48}
+    small = {"hidden": 384, "layers": 16, "ffn": 1024, "heads": 6, "kv_heads": 2, "vocab": 512, "prompts": 32}
     add_short_form(parser, rounds=2, prompt_tokens=64, output_tokens=16, step_tokens=128, **small)
     given = vars(parser.parse_args())
     del given["short"]

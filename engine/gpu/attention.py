@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 
 from engine.batching.batch import ForwardBatch
 from engine.batching.prefix_plan import PrefixPlan
@@ -43,7 +42,7 @@ from engine.gpu.decode_rows import (
     weigh_scores,
 )
 from engine.gpu.launch import LaunchTuning, next_power_of_two
-from engine.gpu.triton_kernel import INTERPRETED, ROWS_PER_PROGRAM, triton_kernel
+from engine.gpu.triton_kernel import INTERPRETED, ROWS_PER_PROGRAM, tl, triton_kernel
 from engine.model.device_step import MAX_PARTS
 from kvcache.layout import KvLayout
 

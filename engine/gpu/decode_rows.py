@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from diptych.chunks import CHUNK_TOKENS
 from engine.gpu.batch import ITEM_FIELDS
-from engine.gpu.triton_kernel import triton_kernel
+from engine.gpu.triton_kernel import tl, triton_kernel
 
 PAGE = tl.constexpr(CHUNK_TOKENS)
 ITEM_NUMBERS = tl.constexpr(ITEM_FIELDS)

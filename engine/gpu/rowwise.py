@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 
 from engine.gpu.launch import next_power_of_two
-from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, triton_kernel
+from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, tl, triton_kernel
 
 
 @triton_kernel

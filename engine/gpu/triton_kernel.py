@@ -1,12 +1,24 @@
-"""How Triton kernels are declared: compiled for a CUDA device, or run by Triton's interpreter where there is none."""
+"""How Triton kernels are declared: compiled for a CUDA device, or run by Triton's interpreter where there is none.
+
+Files with kernels take `tl`, Triton's language, from here.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+# Triton reads this variable whenever a kernel is declared, its own kernels included: set before anything imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import triton
 import triton.language as tl
+
+__all__ = ["INTERPRETED", "ROWS_PER_PROGRAM", "UNSPECIALIZED", "tl", "triton_kernel"]
 
 INTERPRETED = not isinstance(tl.max, triton.JITFunction)
 if bool(triton.knobs.runtime.interpret) != INTERPRETED:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
@@ -31,7 +30,7 @@ from engine.gpu.coded.products import add_values, read_queries, score_page, scor
 from engine.gpu.coded.unpack import load_words, pack_levels
 from engine.gpu.decode_rows import LOWEST, PAGE, locate_rows, store_part, weigh_scores
 from engine.gpu.launch import LaunchTuning, next_power_of_two
-from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, triton_kernel
+from engine.gpu.triton_kernel import ROWS_PER_PROGRAM, tl, triton_kernel
 from kvcache.codecs.hadamard import rotate_heads
 from kvcache.codecs.page import Codec
 from kvcache.layout import KvLayout

@@ -8,12 +8,10 @@ step.
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from engine.gpu.coded.expand import mix_heads
 from engine.gpu.coded.page_format import BF16, FP16, ROTATED
 from engine.gpu.decode_rows import PAGE
-from engine.gpu.triton_kernel import triton_kernel
+from engine.gpu.triton_kernel import tl, triton_kernel
 
 MAX_HALF = tl.constexpr(65504.0)
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)

@@ -7,12 +7,10 @@ cheaper than to undo it for every key (`mix_heads`).
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from engine.gpu.batch import SPAN_FIELDS
 from engine.gpu.coded.page_format import BF16, CALIBRATED, FP16, GROUPED, ROTATED
 from engine.gpu.decode_rows import PAGE
-from engine.gpu.triton_kernel import triton_kernel
+from engine.gpu.triton_kernel import tl, triton_kernel
 
 SPAN_NUMBERS = tl.constexpr(SPAN_FIELDS)
 

@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton.language as tl
 from numpy.typing import NDArray
 
 from diptych.errors import ConfigError
 from engine.gpu.launch import next_power_of_two
-from engine.gpu.triton_kernel import INTERPRETED
+from engine.gpu.triton_kernel import INTERPRETED, tl
 from kvcache.codecs.datatype import Datatype
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.hadamard import block_size, random_signs

@@ -11,13 +11,11 @@ of two groups is read as two halves.
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from engine.gpu.coded.expand import add_outliers, expand_tile, mix_heads, read_halves
 from engine.gpu.coded.page_format import CALIBRATED, GROUPED, ROTATED
 from engine.gpu.coded.unpack import read_integers, read_levels
 from engine.gpu.decode_rows import PAGE, PRECISION
-from engine.gpu.triton_kernel import triton_kernel
+from engine.gpu.triton_kernel import tl, triton_kernel
 
 
 @triton_kernel

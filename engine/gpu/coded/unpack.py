@@ -7,11 +7,9 @@ the interpreter, look levels up in the table.
 
 from __future__ import annotations
 
-import triton.language as tl
-
 from engine.gpu.coded.expand import read_codes
 from engine.gpu.decode_rows import PAGE
-from engine.gpu.triton_kernel import triton_kernel
+from engine.gpu.triton_kernel import tl, triton_kernel
 
 # What precedes both ways to unpack a word: eight results of 16 bits are the halves of four registers.
 _STORE = "".join(f"mov.b32 {{${2 * n}, ${2 * n + 1}}}, o{n}; " for n in range(4))

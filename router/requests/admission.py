@@ -6,6 +6,8 @@ first token. All later queues are bounded because this one is. A refusal carries
     wait = prompt tokens not prefilled yet / tokens prefilled per second; while prefill stands still, because the decode
            workers are full, at least: requests without a first token / requests that end per second
 
+A prompt counts as a chunk of tokens at least: most of the time of a tiny one is not that of its tokens.
+
 Both rates are measured only while requests wait, since a service with little to do does not show its capacity. A pause
 without progress is expected to last as long again.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.failure_statuses import FailureReason, RequestFailure
 from router.requests.tenants import RESERVED_PART, AdmissionDemand, TenantShares
 
@@ -172,7 +175,8 @@ class Admission:
 
     def _predict_wait_s(self, tokens: int, num_unprefilled: int, now_s: float) -> float:
         """Predicted seconds until `tokens` are prefilled; if prefill stands still, until decode workers have room."""
-        wait_s = self._prefill_rate.predict_wait_s(tokens, now_s) or 0.0
+        work = max(tokens, CHUNK_TOKENS * num_unprefilled)
+        wait_s = self._prefill_rate.predict_wait_s(work, now_s) or 0.0
         if self._prefill_rate.is_stalled(now_s):
             wait_s = max(wait_s, self._yield_rate.predict_wait_s(num_unprefilled, now_s) or 0.0)
         return wait_s
@@ -197,7 +201,7 @@ class Admission:
     def mark_prefilled(self, request: str, now_s: float) -> None:
         """The request has its first token. Idempotent; ignored for a request that was not admitted."""
         if tokens := self.tenants.mark_prefilled(request):
-            self._prefill_rate.record_departure(tokens, now_s, idle=False)
+            self._prefill_rate.record_departure(max(tokens, CHUNK_TOKENS), now_s, idle=False)
             self._pause_rates()
 
     def mark_ended(self, request: str, now_s: float) -> None:

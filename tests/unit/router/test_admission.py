@@ -66,6 +66,20 @@ def test_the_shortest_prompt_of_a_burst_says_nothing_of_the_longest() -> None:
     assert admission.find_refusal(1, 1000, 0.04) is None
 
 
+def test_tiny_prompts_do_not_make_a_long_one_look_slow() -> None:
+    admission = Admission()
+    for index in range(102):
+        admission.admit_request(f"r{index}", 1, 0.0)
+    for index in range(100):
+        admission.mark_prefilled(f"r{index}", 0.03 * (index + 1))
+    assert admission.predicted_wait_s(3.0) == pytest.approx(2 * 0.03), "two of the same are left"
+    admission.admit_request("long", 1000, 3.0)
+    assert admission.predicted_wait_s(3.0) == pytest.approx(0.03 * 1002 / 64), (
+        "not 0.03 s for each of its tokens"
+    )
+    assert admission.find_refusal(1, 10, 3.0) is None
+
+
 def test_a_pause_that_lasts_is_part_of_the_wait() -> None:
     admission = reading(0.5, 50)
     assert admission.find_refusal(1, 10, 54.0) is None

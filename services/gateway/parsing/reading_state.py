@@ -1,0 +1,32 @@
+"""What readers of answers share: the text that has arrived, what was found in it, and where the answer is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.gateway.parsing.answer_markup import AnswerMarkup
+from services.gateway.parsing.answer_parts import PartList, ToolTypes
+from services.gateway.parsing.text_cursor import TextCursor
+
+
+@dataclass(slots=True)
+class ReadingState:
+    """One answer while it is read.
+
+    `thinking`: it is within a thought. `takes_content`: it is within the text for the client, where stop strings count.
+    """
+
+    markup: AnswerMarkup
+    tools: ToolTypes
+    thinking: bool = False
+    takes_content: bool = True
+    cursor: TextCursor = field(default_factory=TextCursor)
+    parts: PartList = field(default_factory=PartList)
+
+    def add_text(self, text: str, in_thought: bool = False) -> None:
+        """Add marked text that is no markup here."""
+        shown = self.markup.markers.unmark_text(text)
+        if in_thought:
+            self.parts.add_thought(shown)
+        else:
+            self.parts.add_content(shown)

@@ -1,0 +1,166 @@
+"""Reads marked text that arrives in pieces, as if all of it were there.
+
+A reader is a generator over a `TextCursor`. It yields where it needs more text, so what it finds depends on the text
+alone, never on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from services.gateway.parsing.json_scanner import ValueScanner
+
+T = TypeVar("T")
+# What waits for more text, and returns a T.
+Reading = Generator[None, None, T]
+
+WHITESPACE = " \t\r\n"
+
+
+class NotACall(Exception):
+    """The text behind a call's marker is not a call."""
+
+
+class TextCursor:
+    """A position in marked text, of which only a part has arrived. `closed`: no more will."""
+
+    def __init__(self) -> None:
+        self.text, self.at, self.closed = "", 0, False
+        # From here on the text is kept, to be read again as something else.
+        self.kept: int | None = None
+
+    def add_text(self, text: str) -> None:
+        """Append text that has arrived, and forget what was read."""
+        begin = self.at if self.kept is None else self.kept
+        self.text = self.text[begin:] + text
+        self.at -= begin
+        if self.kept is not None:
+            self.kept = 0
+
+    def keep(self) -> None:
+        """Keep the text from here on."""
+        self.kept = self.at
+
+    def release(self) -> None:
+        """What was kept is not needed any more."""
+        self.kept = None
+
+    def follows(self, literals: LiteralSet) -> str:
+        """The literal that is here; empty if none is."""
+        return next((literal for literal in literals.literals if self.text.startswith(literal, self.at)), "")
+
+    def go_back(self, skipped: int) -> None:
+        """Return to `skipped` characters behind the place from which on text was kept."""
+        assert self.kept is not None
+        self.at, self.kept = self.kept + skipped, None
+
+    def read_char(self) -> Reading[str]:
+        """The next character, which is not consumed; empty at the end."""
+        while self.at >= len(self.text):
+            if self.closed:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def skip_space(self) -> Reading[str]:
+        """Consume whitespace, and return the character behind it; empty at the end."""
+        while (char := (yield from self.read_char())) and char in WHITESPACE:
+            self.at += 1
+        return char
+
+    def skip_literal(self, literal: str) -> Reading[bool]:
+        """Consume `literal` if it follows."""
+        while len(self.text) - self.at < len(literal):
+            if self.closed or not literal.startswith(self.text[self.at :]):
+                return False
+            yield
+        found = self.text.startswith(literal, self.at)
+        self.at += len(literal) * found
+        return found
+
+    def read_until(self, literals: LiteralSet, most: int) -> Reading[tuple[str, str]]:
+        """The text before the first of `literals`, and this one; both are consumed. Empty: the text ends before.
+
+        Raises:
+            NotACall: there are more than `most` characters before it.
+        """
+        while True:
+            found = literals.find(self.text, self.at)
+            certain = (
+                len(self.text) - literals.num_doubtful(self.text, self.at) if found is None else found[0]
+            )
+            if certain - self.at > most:
+                raise NotACall
+            if found is not None:
+                begin, literal = found
+                text, self.at = self.text[self.at : begin], begin + len(literal)
+                return text, literal
+            if self.closed:
+                text, self.at = self.text[self.at :], len(self.text)
+                return text, ""
+            yield
+
+    def read_piece(self, literals: LiteralSet) -> Reading[str]:
+        """Text before the next of `literals`, as much as is certain. Empty: one of them follows, or the end."""
+        while True:
+            found = literals.find(self.text, self.at)
+            if found is not None:
+                end = found[0]
+            else:
+                end = len(self.text) - (0 if self.closed else literals.num_doubtful(self.text, self.at))
+            if end > self.at or found is not None or self.closed:
+                piece, self.at = self.text[self.at : end], end
+                return piece
+            yield
+
+    def read_value(self, marks: LiteralSet, take_piece: Callable[[str], None]) -> Reading[bool]:
+        """Give one JSON value to `take_piece`. The characters `marks` end it wherever they stand.
+
+        Returns whether the value is complete.
+        """
+        scanner = ValueScanner()
+        while True:
+            found = marks.find(self.text, self.at)
+            limit = len(self.text) if found is None else found[0]
+            ended = scanner.find_end(self.text, self.at, limit)
+            end = limit if ended is None else ended
+            if end > self.at:
+                take_piece(self.text[self.at : end])
+                self.at = end
+            if ended is not None:
+                return True
+            if found is not None or self.closed:
+                return scanner.is_scalar
+            yield
+
+
+class LiteralSet:
+    """Literals of which none begins another one."""
+
+    def __init__(self, literals: Sequence[str]) -> None:
+        self.literals = tuple(dict.fromkeys(literals))
+        self.longest = max((len(literal) for literal in self.literals), default=0)
+        self._begins = frozenset(literal[0] for literal in self.literals if len(literal) > 1)
+
+    def find(self, text: str, start: int) -> tuple[int, str] | None:
+        """Where the first literal begins, and which one it is."""
+        first: tuple[int, str] | None = None
+        for literal in self.literals:
+            begin = text.find(literal, start)
+            if begin >= 0 and (first is None or begin < first[0]):
+                first = begin, literal
+        return first
+
+    def num_doubtful(self, text: str, start: int) -> int:
+        """Length of the longest tail of `text` from `start` that may begin a literal."""
+        most = 0
+        for char in self._begins:
+            at = text.find(char, max(start, len(text) - self.longest + 1))
+            while at >= 0 and len(text) - at > most:
+                tail = text[at:]
+                if any(literal.startswith(tail) for literal in self.literals):
+                    most = len(tail)
+                    break
+                at = text.find(char, at + 1)
+        return most

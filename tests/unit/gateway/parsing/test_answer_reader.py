@@ -1,0 +1,178 @@
+"""Readers of answers: every family, at every cut, with markers that are tokens and with those that are text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.parsing.answer_reader import AnswerReader
+from services.gateway.parsing.families import REASONING, TOOL_CALLS, find_format
+from services.gateway.parsing.tagged_calls import write_value
+from tests.unit.gateway.parsing.answer_samples import (
+    SAMPLES,
+    TOOLS,
+    AnswerSample,
+    call,
+    join_parts,
+    make_markup,
+    read_pieces,
+)
+
+FAMILIES = sorted({(sample.calls, sample.reasoning) for sample in SAMPLES})
+samples = pytest.mark.parametrize(
+    "sample", SAMPLES, ids=lambda sample: f"{sample.calls}-{sample.text[:20]!r}"
+)
+
+
+def test_every_format_has_a_sample() -> None:
+    assert {sample.calls for sample in SAMPLES} == set(TOOL_CALLS)
+    assert {sample.reasoning for sample in SAMPLES} | {"deepseek_v3"} == {*REASONING, "none"}
+
+
+@samples
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_an_answer_says_the_same_at_every_cut(sample: AnswerSample, as_tokens: bool) -> None:
+    answer_format = sample.answer_format
+    markup = make_markup(answer_format, answer_format.literals if as_tokens else ())
+    text = markup.markers.mark_text(sample.text)
+    assert join_parts(read_pieces(markup, [text])) == sample.said
+    assert join_parts(read_pieces(markup, list(text))) == sample.said
+    for cut in range(1, len(text)):
+        assert join_parts(read_pieces(markup, [text[:cut], text[cut:]])) == sample.said
+
+
+@samples
+def test_every_beginning_of_an_answer_can_be_its_end(sample: AnswerSample) -> None:
+    markup = make_markup(sample.answer_format)
+    for end in range(len(sample.text)):
+        text = sample.text[:end]
+        assert join_parts(read_pieces(markup, list(text))) == join_parts(read_pieces(markup, [text]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_any_text_says_the_same_at_every_cut(family: tuple[str, str], data: st.DataObject) -> None:
+    answer_format = find_format("", *family)
+    assert answer_format is not None
+    pieces = [sample.text for sample in SAMPLES if sample.calls == family[0]]
+    fragments = [text[i : i + 7] for text in pieces for i in range(0, len(text), 7)]
+    words = st.sampled_from(
+        [*answer_format.literals, *fragments, '"', "{", "}", "[", "\\", "\n", " ", "x", ":", ","]
+    )
+    tokens = data.draw(st.lists(st.sampled_from(answer_format.literals), unique=True))
+    markup = make_markup(answer_format, tokens)
+    text = markup.markers.mark_text("".join(data.draw(st.lists(words, max_size=30))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    cut = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read_pieces(markup, [text])
+    assert (
+        join_parts(whole)
+        == join_parts(read_pieces(markup, cut))
+        == join_parts(read_pieces(markup, list(text)))
+    )
+    calls = [part.call for part in whole if part.kind == "call"]
+    assert calls == list(range(len(calls)))
+
+
+@given(st.text(max_size=60))
+def test_text_without_markup_passes_unchanged(text: str) -> None:
+    for calls in ("hermes", "tiny", "deepseek_v31"):
+        answer_format = find_format("", calls, "qwen3")
+        assert answer_format is not None
+        markup = make_markup(answer_format, answer_format.literals)
+        assert join_parts(read_pieces(markup, list(text))) == ([("content", text)] if text else [])
+
+
+def test_text_that_spells_a_token_stays_text() -> None:
+    answer_format = SAMPLES[0].answer_format
+    markup = make_markup(answer_format, answer_format.literals)
+    text = 'write <tool_call>{"name": "f"}</tool_call> or </think>'
+    assert join_parts(read_pieces(markup, [text])) == [("content", text)]
+
+
+def test_an_end_that_is_text_may_stand_in_a_string() -> None:
+    arguments = '{"a": "</tool_call>"}'
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert join_parts(read_pieces(make_markup(SAMPLES[0].answer_format), list(text))) == call("f", arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>nothing</tool_call> b",
+        '<tool_call>{"nome": "f"}</tool_call>',
+        '<tool_call>{"name": "a b"}</tool_call>',
+        '<tool_call>{"name": 3}</tool_call>',
+        "a </tool_call> b </think>",
+        '<tool_call>{"arguments": {',
+        "<tool_call>",
+    ],
+)
+def test_what_cannot_be_read_is_text(text: str) -> None:
+    for tokens in ((), ("<tool_call>", "</tool_call>", "</think>")):
+        markup = make_markup(SAMPLES[0].answer_format, tokens)
+        assert join_parts(read_pieces(markup, list(markup.markers.mark_text(text)))) == [("content", text)]
+
+
+def test_a_call_that_is_cut_keeps_what_it_has() -> None:
+    markup = make_markup(SAMPLES[0].answer_format)
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b'
+    assert join_parts(read_pieces(markup, list(text))) == call("f", '{"a": "b')
+
+
+def test_a_prompt_may_have_begun_the_thought() -> None:
+    markup = make_markup(SAMPLES[0].answer_format)
+    reader = AnswerReader(markup, "<think>\n")
+    assert (reader.thinking, reader.takes_content) == (True, False)
+    reader.feed("\nhm\n</think>\n\n")
+    assert (reader.thinking, reader.takes_content) == (False, True)
+    reader.feed("yes")
+    reader.close()
+    assert join_parts(reader.take_parts()) == [("reasoning", "hm"), ("content", "yes")]
+    said = join_parts(read_pieces(markup, ["\nyes"], "<think>\n\n</think>\n\n"))
+    assert said == [("content", "yes")]
+    # A continued message has its own begin.
+    assert join_parts(read_pieces(markup, [" world \n"], "Hello")) == [("content", " world \n")]
+
+
+def test_a_prompt_s_end_is_found_behind_the_last_anchor() -> None:
+    answer_format = find_format("<|im_start|>assistant\\n </think>", "hermes")
+    assert answer_format is not None
+    markup = make_markup(answer_format)
+    prompt = "<|im_start|>assistant\nold<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert markup.find_prefix(prompt) == "<think>\n"
+    assert markup.find_prefix("no anchor") == ""
+
+
+def test_streams_of_strings_do_not_wait_for_their_end() -> None:
+    sample = next(sample for sample in SAMPLES if sample.calls == "qwen3_coder")
+    reader = AnswerReader(make_markup(sample.answer_format), "", TOOLS)
+    reader.feed("<tool_call>\n<function=f>\n<parameter=a>\nlong text")
+    assert join_parts(reader.take_parts()) == call("f", '{"a": "long text')
+
+
+@pytest.mark.parametrize(
+    ("raw", "types", "written"),
+    [
+        ("5", ("string",), '"5"'),
+        ("5", ("integer",), "5"),
+        ("5.0", ("integer",), "5"),
+        ("5.5", ("integer",), '"5.5"'),
+        ("5.5", ("number",), "5.5"),
+        ("True", ("boolean",), "true"),
+        ("None", ("null", "string"), "null"),
+        ("x", ("null", "string"), '"x"'),
+        ("[1]", ("array",), "[1]"),
+        ("[1", ("array",), '"[1"'),
+        ("NaN", ("number",), '"NaN"'),
+        ("1e999", (), '"1e999"'),
+        ("007", (), '"007"'),
+        ('{"a": 1}', (), '{"a": 1}'),
+    ],
+)
+def test_values_get_the_types_of_their_schema(raw: str, types: tuple[str, ...], written: str) -> None:
+    assert write_value(raw, types) == written
+    json.loads(written)

@@ -32,7 +32,7 @@ import benchmarks.script_path  # noqa: F401
 from services.gateway.parsing.answer_markup import AnswerMarkup
 from services.gateway.parsing.answer_parts import AnswerPart, ToolTypes
 from services.gateway.parsing.answer_reader import AnswerReader
-from services.gateway.parsing.families import find_format
+from services.gateway.parsing.families import choose_format
 from services.gateway.tokenization.detokenizer import Detokenizer
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
@@ -256,7 +256,7 @@ def measure_made(num_answers: int, seed: int) -> dict[str, float]:
 def load_vocabulary(family: Family) -> tuple[GatewayTokenizer, AnswerMarkup, AnswerMarkup]:
     """The embedded model's vocabulary with a family's markers, and its markup as tokens and as text."""
     tokenizer = GatewayTokenizer.load(str(ROOT / "models" / "tiny"))
-    answer_format = find_format("", family.tool_parser, family.reasoning_parser)
+    answer_format = choose_format("", family.tool_parser, family.reasoning_parser)
     assert answer_format is not None
     tokenizer.backend.add_special_tokens(list(answer_format.literals))
     markup = AnswerMarkup(answer_format, tokenizer.backend.token_to_id)
@@ -269,7 +269,7 @@ def measure_recorded(path: Path) -> dict[str, Any]:
     num_answers = 0
     for line in path.read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
-        answer_format = find_format("", answer["tool_parser"], answer.get("reasoning_parser", "none"))
+        answer_format = choose_format("", answer["tool_parser"], answer.get("reasoning_parser", "none"))
         assert answer_format is not None
         markup = AnswerMarkup(answer_format, lambda literal: None)
         found = []

@@ -18,11 +18,42 @@ from diptych.eviction_spec import KEEP_ALL, KeepSpec
 TOKEN_BYTES = array("I").itemsize
 
 
-class Grammar(msgspec.Struct, frozen=True):
-    """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` is the grammar's source."""
+class GrammarGate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where in an answer a grammar binds; elsewhere tokens are free.
+
+    An answer that `is_free` begins without the grammar. `frees` is a token that may come first instead of what the
+    grammar allows, and leaves the answer free. It is bound behind each sequence of `binds`. With `repeats` it is free
+    again when the grammar is complete. `may_end`: it may end while it is free.
+    """
+
+    binds: tuple[tuple[int, ...], ...]
+    is_free: bool = True
+    frees: int | None = None
+    repeats: bool = False
+    may_end: bool = False
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` is the grammar's source.
+
+    Without a `gate` it binds the whole answer.
+    """
 
     kind: str
     text: str = ""
+    gate: GrammarGate | None = None
+
+
+class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many tokens of an answer may be thoughts, which begin behind the tokens `begin` and end with one of `ends`.
+
+    `is_open`: the prompt has begun one. When `tokens` are used, the first of `ends` must follow.
+    """
+
+    tokens: int
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
+    is_open: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    thought: ThoughtBudget | None = None
 
 
 # The priority of bulk work, such as the lines of a batch: below every priority that a client may ask for.

@@ -167,6 +167,9 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: int | None = None
     # Path of a Jinja file that replaces the model's chat template.
     chat_template: str | None = None
+    # Formats of calls and thoughts in answers (`diptych.config.answer_parsers`); None: as the chat template tells.
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     # Source of the sampling defaults: "model", "none", or a folder.
     generation_config: str = "model"
     slo_ttft_ms: float | None = None

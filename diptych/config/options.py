@@ -15,6 +15,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diptych.chunks import DEFAULT_KV_BUDGET_PCT
+from diptych.config.answer_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from diptych.config.fields import ENV_PREFIX, Listing
 from diptych.config.values import (
     byte_size,
@@ -100,6 +101,14 @@ class Config(BaseSettings):
     chat_template: Annotated[FilePath | None, Listing(MODEL, GATEWAY_COMMANDS, shown="the model's")] = Field(
         default=None, description="Jinja chat template"
     )
+    tool_call_parser: Annotated[
+        Annotated[str, one_of(*TOOL_CALL_PARSERS)] | None,
+        Listing(MODEL, GATEWAY_COMMANDS, shown="the template's", rare=True),
+    ] = Field(default=None, description="How the model writes calls of tools")
+    reasoning_parser: Annotated[
+        Annotated[str, one_of(*REASONING_PARSERS)] | None,
+        Listing(MODEL, GATEWAY_COMMANDS, shown="the template's", rare=True),
+    ] = Field(default=None, description="How the model writes thoughts")
     generation_config: Annotated[str, text("model|none|DIR"), Listing(MODEL, GATEWAY_COMMANDS)] = Field(
         default="model", description="Source of sampling defaults"
     )

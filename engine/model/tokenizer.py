@@ -31,12 +31,14 @@ class ModelTokenizer:
 
     `special` maps names such as `bos_token` to the token's text; chat templates use these names. `extra` are further
     special tokens without a name. `templates` are the chat templates by name; a single one is called "default".
+    `response_template` says how answers are written, in transformers' form, if the model does.
     """
 
     backend: Tokenizer
     special: Mapping[str, str]
     extra: tuple[str, ...]
     templates: Mapping[str, str]
+    response_template: Any = None
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -67,7 +69,8 @@ class ModelTokenizer:
                 "a folder with tokenizer.json and tokenizer_config.json is needed",
             ) from error
         texts = {name: token.content for name, token in special.items()}
-        return cls(backend, texts, tuple(token.content for token in extra), templates)
+        written = settings.get("response_template")
+        return cls(backend, texts, tuple(token.content for token in extra), templates, written)
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import llguidance
 import numpy as np
@@ -69,8 +69,35 @@ def build_tokenizer(tokenizer: Any, end_ids: Iterable[int]) -> LLTokenizer:
         raise GrammarError("structured output is not possible with this tokenizer", str(error)) from error
 
 
+class TokenMatcher(Protocol):
+    """The position of one sequence's output in its grammar, as samplers need it."""
+
+    @property
+    def binds(self) -> bool:
+        """Whether the grammar says which token may come next."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may end here, as far as the grammar does not bind it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the text so far satisfies the grammar and nothing can follow."""
+
+    def token_mask(self, width: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which tokens may come next, `[width]`. Raises GrammarError."""
+
+    def push(self, token: int) -> None:
+        """Advance by one token. Raises GrammarError if the grammar does not allow it here."""
+
+    def replay(self, tokens: Iterable[int]) -> None:
+        """Advance by the tokens that an earlier attempt generated. Raises GrammarError."""
+
+
 class GrammarMatcher:
-    """The position of one sequence's output in its grammar."""
+    """The position of one sequence's output in its grammar, which binds every token."""
+
+    binds = may_end = True
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from llguidance import LLTokenizer
+from msgspec import structs
 
 from diptych.errors import GrammarError
 from diptych.request import Grammar
-from engine.sampling.grammar import GrammarMatcher, compile_grammar
+from engine.sampling.gate import GatedMatcher
+from engine.sampling.grammar import GrammarMatcher, TokenMatcher, compile_grammar
 
 # Most compiled grammars that are kept; each takes at most about 40 MB (`grammar.PARSER_LIMITS`).
 MAX_PROTOTYPES = 16
@@ -32,14 +34,14 @@ class MatcherRequest:
 
     def __init__(self, grammar: Grammar, output: Sequence[int]) -> None:
         self.grammar, self.output = grammar, list(output)
-        self._future: Future[GrammarMatcher] = Future()
+        self._future: Future[TokenMatcher] = Future()
 
     @property
     def ready(self) -> bool:
         """Whether `result` returns (or raises) at once."""
         return self._future.done()
 
-    def result(self) -> GrammarMatcher:
+    def result(self) -> TokenMatcher:
         """The matcher; blocks until it is ready.
 
         Raises:
@@ -52,7 +54,9 @@ class MatcherRequest:
         try:
             if isinstance(prototype, GrammarError):
                 raise prototype
-            matcher = prototype.copy()
+            matcher: TokenMatcher = prototype.copy()
+            if self.grammar.gate is not None:
+                matcher = GatedMatcher(self.grammar.gate, prototype)
             matcher.replay(self.output)
         except Exception as error:
             self._future.set_exception(error)
@@ -82,8 +86,9 @@ class GrammarCache:
         short.
         """
         asked = MatcherRequest(grammar, output)
+        plain = _without_gate(grammar)
         with self._changed:
-            known = self._prototypes.get(grammar)
+            known = self._prototypes.get(plain)
             if known is None or (isinstance(known, GrammarMatcher) and len(output) > INLINE_TOKENS):
                 self._waiting.setdefault(tenant, deque()).append(weakref.ref(asked))
                 self._changed.notify()
@@ -100,11 +105,11 @@ class GrammarCache:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
                 asked = self._next_request()
-                known = None if asked is None else self._prototypes.get(asked.grammar)
+                known = None if asked is None else self._prototypes.get(_without_gate(asked.grammar))
             if asked is None:
                 continue
             if known is None:
-                known = self._compile_prototype(asked.grammar)
+                known = self._compile_prototype(_without_gate(asked.grammar))
             asked.resolve_with(known)
             # The thread must not keep the request alive, or an unused request would not be dropped.
             del asked
@@ -133,3 +138,8 @@ class GrammarCache:
             if len(self._prototypes) > MAX_PROTOTYPES:
                 self._prototypes.popitem(last=False)
         return made
+
+
+def _without_gate(grammar: Grammar) -> Grammar:
+    """The grammar for all answers that it binds, wherever it does."""
+    return grammar if grammar.gate is None else structs.replace(grammar, gate=None)

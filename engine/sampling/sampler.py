@@ -32,6 +32,7 @@ from diptych.request import SamplingParams
 from engine.isolation import BadSamplingParams
 from engine.protocols import SampledToken
 from engine.sampling import grammar
+from engine.sampling.gate import ThoughtCounter
 from engine.sampling.grammar_cache import GrammarCache, MatcherRequest
 from engine.sequence import Sequence as Live
 
@@ -95,6 +96,7 @@ class SamplerRow:
         self.stops = np.array(sampling.stop_token_ids, np.int64)
         # A temperature below 1e-6 would overflow the division, and 1e-6 is as good as greedy.
         self.heat = max(sampling.temperature, 1e-6) if sampling.temperature > 0 else 0.0
+        self._thought = None if sampling.thought is None else ThoughtCounter(sampling.thought, output)
         self.filtered = self.heat > 0 and (
             sampling.min_p > 0 or sampling.top_p < 1 or 0 < sampling.top_k < vocab
         )
@@ -105,7 +107,7 @@ class SamplerRow:
             raise ValueError(f"logit_bias and stop_token_ids must be in the vocabulary of {vocab} tokens")
 
     @property
-    def match(self) -> grammar.GrammarMatcher | None:
+    def match(self) -> grammar.TokenMatcher | None:
         """Its position in its grammar.
 
         Raises GrammarError if the grammar does not compile or the output does not fit it.
@@ -126,7 +128,23 @@ class SamplerRow:
     def edited(self) -> bool:
         """Whether the logits of the next token have to be modified, beyond temperature, min_p, top_k and top_p."""
         early = self.index < self.sampling.min_tokens and len(self.stops) > 0
-        return bool(early or self._match or self.counts is not None or len(self.biased))
+        return bool(
+            early
+            or (self._match is not None and self._is_bound(self._match))
+            or self.counts is not None
+            or len(self.biased)
+            or (self._thought is not None and self._thought.forced is not None)
+        )
+
+    def _is_bound(self, match: MatcherRequest) -> bool:
+        """Whether its grammar has a say in the next token, as far as is known."""
+        if self.sampling.grammar is None or self.sampling.grammar.gate is None or not match.ready:
+            return True
+        try:
+            return match.result().binds or not match.result().may_end
+        except GrammarError:
+            # Whoever samples the row gets the error.
+            return True
 
     def push(self, token: int) -> None:
         """Record the chosen token. Raises GrammarError if it does not fit the grammar."""
@@ -136,6 +154,8 @@ class SamplerRow:
             self.seen[token] = True
         if self.match is not None:
             self.match.push(token)
+        if self._thought is not None:
+            self._thought.push(token)
 
     def shape(self, logits: Floats) -> None:
         """Modify the logits in place, all but the temperature; forbidden tokens get -inf. Raises GrammarError."""
@@ -159,10 +179,17 @@ class SamplerRow:
         logits[written] -= np.float32(asked.frequency_penalty) * times + np.float32(asked.presence_penalty)
 
     def _forbid_tokens(self, logits: Floats) -> None:
-        """Set tokens that the grammar forbids, and stop tokens before `min_tokens`, to -inf."""
-        early = self.index < self.sampling.min_tokens
+        """Set tokens that the grammar forbids, and stop tokens before `min_tokens`, to -inf; or all but one that must
+        end a thought.
+        """
+        if self._thought is not None and (forced := self._thought.forced) is not None:
+            kept = logits[forced]
+            logits[:] = -np.inf
+            logits[forced] = kept
+            return
         match = self.match
-        if match is None:
+        early = self.index < self.sampling.min_tokens or (match is not None and not match.may_end)
+        if match is None or not match.binds:
             if early:
                 logits[self.stops] = -np.inf
             return

@@ -58,6 +58,7 @@ from services.gateway.ops.loop_watchdog import watch_event_loop
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.outcomes import RequestOutcomes
+from services.gateway.parsing.model_markup import ModelMarkup
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
@@ -121,7 +122,14 @@ def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> Reques
     context_tokens = min(spec.max_model_len or tokenizer.context_tokens, tokenizer.context_tokens)
     defaults = load_sampling_defaults(spec)
     return RequestRules(
-        tokenizer, spec.served_names, context_tokens, limits, defaults, spec.kv_keep, spec.prefix_caching
+        tokenizer,
+        spec.served_names,
+        context_tokens,
+        limits,
+        defaults,
+        spec.kv_keep,
+        spec.prefix_caching,
+        ModelMarkup.load(tokenizer, spec.tool_call_parser, spec.reasoning_parser),
     )
 
 

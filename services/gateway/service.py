@@ -125,6 +125,7 @@ class GatewayService:
             arrived_s=caller.arrived_s,
             deadline_s=caller.arrived_s + min(longest_s, caller.timeout_s or longest_s),
             own_deadline=caller.timeout_s is not None and caller.timeout_s < longest_s,
+            markup=self.rules.markup,
         )
         return generation, make_format(head, resolved, self._names)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -23,14 +24,16 @@ TEMPLATE = (
 )
 
 
-def make_folder(folder: Path, context: int = CONTEXT) -> Path:
-    """Write the folder and return it."""
+def make_folder(
+    folder: Path, context: int = CONTEXT, markers: Sequence[str] = (), template: str = TEMPLATE
+) -> Path:
+    """Write the folder and return it. `markers` are further added tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, *markers],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -40,7 +43,7 @@ def make_folder(folder: Path, context: int = CONTEXT) -> Path:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL[END_OF_TEXT],
-        "chat_template": TEMPLATE,
+        "chat_template": template,
         "model_max_length": context,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -35,6 +35,7 @@ from services.gateway.openai.tenancy import tenants_of_keys
 from services.gateway.openai.validate import RequestRules
 from services.gateway.ops.admin import AdminRoutes
 from services.gateway.outcomes import RequestOutcomes
+from services.gateway.parsing.model_markup import ModelMarkup
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import MAX_CONNECTIONS, GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
@@ -177,7 +178,13 @@ def scripted(
     """
     tokens, metrics = GatewayTokenizer.load(str(folder)), GatewayMetrics(objectives)
     script = Script(tokens, text)
-    rules = RequestRules(tokens, ("toy", "org/toy"), tokens.context_tokens, limits or RequestLimits())
+    rules = RequestRules(
+        tokens,
+        ("toy", "org/toy"),
+        tokens.context_tokens,
+        limits or RequestLimits(),
+        markup=ModelMarkup.load(tokens),
+    )
     service = GatewayService(
         rules,
         script,

@@ -107,6 +107,8 @@ def gateway_spec(
         priority_keys=priority_keys,
         max_model_len=model.max_model_len,
         chat_template=str(config.chat_template.absolute()) if config.chat_template else None,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         generation_config=_generation_config(config),
         slo_ttft_ms=config.slo_ttft_ms,
         slo_tpot_ms=config.slo_tpot_ms,

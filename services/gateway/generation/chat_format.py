@@ -27,6 +27,7 @@ from services.gateway.openai.schemas.response_schema import (
     DetailsField,
     Usage,
 )
+from services.gateway.parsing.answer_parts import AnswerPart
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class ChatFormat:
         return [self._make_chunk(ChatChunkChoice(choice, first), "", used)]
 
     def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> ChatChunk:
-        """A chunk with new text of one choice, and its log-probabilities if they were asked for."""
-        delta = ChatChunkChoice(choice, Delta(content=piece.text), self._logprobs_json(piece))
-        return self._make_chunk(delta, piece.text, used)
+        """A chunk with what is new of one choice, and its log-probabilities if they were asked for."""
+        delta = make_delta(piece.parts[0]) if piece.parts else Delta(content=piece.text)
+        text = piece.parts[0].text if piece.parts else piece.text
+        return self._make_chunk(ChatChunkChoice(choice, delta, self._logprobs_json(piece)), text, used)
 
     def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> ChatChunk:
         """The last chunk of one choice: its finish reason, without text."""
@@ -80,13 +82,15 @@ class ChatFormat:
     def _choice_parts(self, index: int, text: OutputText) -> Iterator[bytes]:
         """The JSON of one choice, in parts: its text, and then its log-probabilities."""
         piece = text.take_piece()
-        choice = ChatChoice(index, ChatMessage(piece.text), text.finish or "stop")
+        choice = ChatChoice(index, make_message(piece), text.finish or "stop")
         before, after = split_at_field(choice, b"logprobs", b"null")
         yield b"," * (index > 0) + before
         if self.resolved.logprobs is None:
             yield b"null" + after
             return
         yield b'{"content":['
+        # From here on only its tokens count.
+        piece.parts = ()
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS):
             yield (
                 b"," * (part.start > 0)
@@ -113,3 +117,16 @@ class ChatFormat:
             return None
         content = self.logprob_json.chat_entries(piece.iter_rows(), self.resolved.logprobs)
         return Raw(f'{{"content":[{content}],"refusal":null}}'.encode())
+
+
+def make_delta(part: AnswerPart) -> Delta:
+    """What a chunk tells of a part of an answer."""
+    if part.kind == "reasoning":
+        return Delta(reasoning=part.text, reasoning_content=part.text)
+    return Delta(content=part.text)
+
+
+def make_message(piece: OutputPiece) -> ChatMessage:
+    """The message of a whole answer."""
+    thought = "".join(part.text for part in piece.parts if part.kind == "reasoning") or UNSET
+    return ChatMessage(piece.text, reasoning=thought, reasoning_content=thought)

@@ -26,12 +26,14 @@ from diptych.request import Request, SamplingParams
 from router.effects import StageDurations, TelemetryEffect
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.generation.parsed_text import make_text
+from services.gateway.generation.usage import count_usage
 from services.gateway.http.connection import ClientStalled
 from services.gateway.metrics.prometheus import TTFT_STAGES, GatewayMetrics
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.openai.keep_options import describe_kv
 from services.gateway.openai.resolve import ResolvedRequest
-from services.gateway.openai.schemas.response_schema import KvDetails, PromptDetails, Usage
+from services.gateway.openai.schemas.response_schema import KvDetails, Usage
 from services.gateway.outcomes import (
     GATEWAY_FAILED,
     GATEWAY_STOPPED,
@@ -40,6 +42,7 @@ from services.gateway.outcomes import (
     RequestOutcomes,
     SequenceRecord,
 )
+from services.gateway.parsing.model_markup import ModelMarkup
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 # Most log-probabilities that are packed at once, before other tasks may run.
@@ -104,6 +107,7 @@ class Generation:
         arrived_s: float,
         deadline_s: float,
         own_deadline: bool = False,
+        markup: ModelMarkup | None = None,
     ) -> None:
         self.name, self.resolved = name, resolved
         # What log lines say about the request.
@@ -121,7 +125,7 @@ class Generation:
             SequenceStream(
                 self,
                 f"{name}.{index}" if len(plan) > 1 else name,
-                OutputText(resolved, index, prompt, tokenizer),
+                make_text(resolved, index, prompt, tokenizer, markup),
                 resolved.sampling_for(prompt, i),
             )
             for index, (prompt, i) in enumerate(plan)
@@ -277,14 +281,7 @@ class Generation:
         count for every sequence.
         """
         cached = sum(stream.answer.cached_tokens for stream in self.streams[:: self.resolved.best_of])
-        new = sum(stream.answer.num_tokens for stream in self.streams)
-        return Usage(
-            prompt_tokens=self.resolved.prompt_tokens,
-            completion_tokens=new,
-            total_tokens=self.resolved.prompt_tokens + new,
-            prompt_tokens_details=PromptDetails(cached_tokens=cached),
-            diptych=self.kv or UNSET,
-        )
+        return count_usage(self.resolved.prompt_tokens, cached, self.answers, self.kv)
 
     @property
     def kv(self) -> KvDetails | None:
@@ -303,9 +300,8 @@ class Generation:
         if not self.resolved.continuous_usage:
             return None
         answer = self.streams[choice].answer
-        prompt, new = len(answer.prompt.tokens), answer.num_tokens
-        details = PromptDetails(cached_tokens=answer.cached_tokens)
-        return Usage(prompt, new, prompt + new, details, diptych=self.streams[choice].kv or UNSET)
+        prompt_tokens, kv = len(answer.prompt.tokens), self.streams[choice].kv
+        return count_usage(prompt_tokens, answer.cached_tokens, [answer], kv)
 
 
 class SequenceStream:

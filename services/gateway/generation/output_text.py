@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from diptych.messages import Logprob, Output
 from services.gateway.generation.scored_tokens import ScoredToken, ScoredTokens
 from services.gateway.openai.resolve import Prompt, ResolvedRequest
+from services.gateway.parsing.answer_parts import AnswerPart
 from services.gateway.tokenization.stop_strings import StopStrings
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
@@ -22,27 +23,38 @@ UNPACKED_LOGPROB_BYTES = 120
 
 @dataclass(slots=True)
 class OutputPiece:
-    """New text since the last piece, and the tokens from `start` up to `stop` of `scored`."""
+    """New text since the last piece, and the tokens from `start` up to `stop` of `scored`.
+
+    Of an answer that a reader reads, `parts` are what is new, and `text` is what of them is for the client to show.
+    """
 
     text: str
     scored: ScoredTokens
     # Index of the first token of `scored` that belongs to this piece.
     start: int = 0
     stop: int | None = None
+    parts: Sequence[AnswerPart] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.scored)
+        return bool(self.text or self.scored or self.parts)
 
     def iter_rows(self) -> Iterator[ScoredToken]:
         """The piece's tokens with their log-probabilities."""
         return self.scored.iter_rows(self.start, len(self.scored) if self.stop is None else self.stop)
 
     def split_pieces(self, limit: int) -> Iterator[OutputPiece]:
-        """Split the piece so that each part has at most `limit` scored tokens. The first part has all the text."""
-        stop = len(self.scored) if self.stop is None else self.stop
-        yield OutputPiece(self.text, self.scored, self.start, min(stop, self.start + limit))
-        for start in range(self.start + limit, stop, limit):
-            yield OutputPiece("", self.scored, start, min(stop, start + limit))
+        """Split the piece so that each one has at most `limit` scored tokens, and at most one of `parts`.
+
+        Without parts the first one has all the text.
+        """
+        stop, start = len(self.scored) if self.stop is None else self.stop, self.start
+        for part in self.parts or (None,):
+            end = min(stop, start + limit)
+            text = self.text if part is None else part.text if part.kind == "content" else ""
+            yield OutputPiece(text, self.scored, start, end, () if part is None else (part,))
+            start = end
+        for begin in range(start, stop, limit):
+            yield OutputPiece("", self.scored, begin, min(stop, begin + limit))
 
 
 class OutputText:
@@ -58,7 +70,7 @@ class OutputText:
         """With `resolved.echo`, `prompt` has its text; and its tokens' offsets, if log-probabilities are asked for."""
         self.index, self.prompt = index, prompt
         self.finish: str | None = None
-        self.num_tokens = self.cached_tokens = 0
+        self.num_tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.sum_logprob = 0.0
         self._ask = resolved
         self._detokenizer = tokenizer.new_detokenizer(resolved.skip_special)

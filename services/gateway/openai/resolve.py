@@ -21,6 +21,7 @@ from router.routing.prefix_index import ChunkNames, name_chunks
 from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
 from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
+from services.gateway.openai.thoughts import resolve_thought_budget
 from services.gateway.openai.validate import (
     RequestRules,
     context_length_error,
@@ -28,6 +29,7 @@ from services.gateway.openai.validate import (
     stop_strings,
     unsupported_error,
 )
+from services.gateway.parsing.answer_parts import AnswerContext
 
 DEFAULT_COMPLETION_LENGTH = 16  # OpenAI's
 KV_FIELD = "diptych.kv"
@@ -90,6 +92,8 @@ class ResolvedRequest:
     default_kv: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
+    # What the reader of its answers needs to know; None: they are plain text.
+    context: AnswerContext | None = None
 
     def with_chunk_names(self) -> ResolvedRequest:
         """The request with names for the chunks of its prompts. Takes some microseconds per chunk."""
@@ -118,11 +122,12 @@ def resolve_chat(
     rules: RequestRules,
     tenant: str = "",
     system_tokens: int = 0,
+    context: AnswerContext | None = None,
 ) -> ResolvedRequest:
     """The `ResolvedRequest` of a `/v1/chat/completions` body that passed `check_chat_fields`.
 
     `prompt` is the rendered conversation, `grammar` that of the body's `response_format`. The first `system_tokens` of
-    the prompt are its system message.
+    the prompt are its system message. `context` is for the reader of answers.
 
     Raises:
         RequestError: the length is invalid, the context is too short for the request, or what it keeps is beyond it.
@@ -136,16 +141,21 @@ def resolve_chat(
     if wanted is None:
         most = min(most, rules.defaults.max_new_tokens or most)
     top = (request.top_logprobs or 0) if request.logprobs else None
+    sampling = _resolve_sampling(request, most, top, None, grammar, rules)
+    if request.thinking_token_budget is not None and context is not None:
+        thought = resolve_thought_budget(request, context.prefix, most, rules)
+        sampling = msgspec.structs.replace(sampling, thought=thought)
     return ResolvedRequest(
         model=request.model,
         prompts=[prompt],
-        sampling=_resolve_sampling(request, most, top, None, grammar, rules),
+        sampling=sampling,
         context_tokens=rules.context_tokens,
         origin=tenancy_of_body(request, tenant),
         n=request.n or 1,
         best_of=request.n or 1,
         logprobs=top,
         keep=resolve_keep(request, [len(prompt.tokens)], system_tokens, rules),
+        context=context,
         **_output_options(request),
     )
 

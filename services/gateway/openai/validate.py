@@ -24,6 +24,7 @@ from services.gateway.openai.schemas.request_schema import (
     GenerationFields,
     ResponseFormat,
 )
+from services.gateway.parsing.model_markup import ModelMarkup
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 
@@ -43,6 +44,8 @@ class RequestRules:
     keep_threshold: float = 1.0
     # Whether workers share prefixes, so that routing needs the names of a prompt's chunks.
     prefix_caching: bool = False
+    # How the model writes thoughts and calls; None: its answers are plain text.
+    markup: ModelMarkup | None = None
 
 
 def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:
@@ -90,8 +93,6 @@ def check_chat_fields(request: ChatRequest, rules: RequestRules) -> None:
         raise unsupported_error("store", "cannot be true: nothing is stored here")
     if request.modalities is not None and request.modalities != ["text"]:
         raise unsupported_error("modalities", "other than text are not supported")
-    if request.reasoning_effort not in (None, "none"):
-        raise unsupported_error("reasoning_effort", "is not supported by this model")
     for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if getattr(request, choice) not in (None, "none", "auto"):
             raise unsupported_error(choice, "other than 'none' is not supported")

@@ -20,6 +20,18 @@ class AnswerPart:
     call: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What a reader needs to know of a request.
+
+    `prefix` is what its prompt has written of the answer, `tools` its tools with the types of their parameters. None:
+    it has none, and what looks like a call is text.
+    """
+
+    prefix: str = ""
+    tools: dict[str, dict[str, tuple[str, ...]]] | None = None
+
+
 @dataclass(slots=True)
 class PartList:
     """Collects parts, without the whitespace beside markup.

@@ -133,7 +133,7 @@ _ANCHORS = (
 )
 
 
-def find_format(
+def choose_format(
     template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> AnswerFormat | None:
     """The format of answers to prompts that a chat template renders; None: they are plain text.

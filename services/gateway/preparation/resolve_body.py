@@ -36,6 +36,11 @@ from services.gateway.openai.schemas.request_schema import (
 )
 from services.gateway.openai.schemas.response_schema import Detokenized, Tokenized
 from services.gateway.openai.tenancy import Caller, check_priority
+from services.gateway.openai.thoughts import (
+    check_thought_budget,
+    choose_template_options,
+    gate_behind_thought,
+)
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -47,6 +52,7 @@ from services.gateway.openai.validate import (
     invalid_value_error,
     split_prompts,
 )
+from services.gateway.parsing.answer_parts import AnswerContext
 
 GRAMMAR_FIELD = "response_format"
 
@@ -136,16 +142,22 @@ def _render_conversation(conversation: Conversation, rules: RequestRules) -> str
 def _validate_chat(request: ChatRequest, caller: Caller, rules: RequestRules) -> ValidBody:
     check_priority(request, caller)
     check_chat_fields(request, rules)
+    check_thought_budget(request, rules)
     grammar = build_grammar(request.response_format, rules.limits)
+    options = choose_template_options(request, rules)
     return ValidBody(
-        [_validate_conversation(request, request.messages)], bool(request.add_special_tokens), grammar
+        [_validate_conversation(request, request.messages, options)],
+        bool(request.add_special_tokens),
+        grammar,
     )
 
 
-def _validate_conversation(request: ChatRequest | TokenizeRequest, messages: list[Message]) -> Conversation:
+def _validate_conversation(
+    request: ChatRequest | TokenizeRequest, messages: list[Message], options: dict[str, Any] | None
+) -> Conversation:
     resume = bool(request.continue_final_message)
     generate = request.add_generation_prompt is not False and not resume
-    return Conversation(parse_chat_messages(messages), generate, resume, request.chat_template_kwargs)
+    return Conversation(parse_chat_messages(messages), generate, resume, options)
 
 
 def _resolve_chat(
@@ -156,8 +168,19 @@ def _resolve_chat(
     system_tokens = (
         _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(request, rules) else 0
     )
+    context = _find_context(prompt, rules)
+    grammar = valid.grammar
+    if grammar is not None and context is not None:
+        grammar = gate_behind_thought(grammar, context.prefix, rules)
     plain = Prompt(prompt.ids)
-    return resolve_chat(request, plain, valid.grammar, rules, caller.tenant, system_tokens)
+    return resolve_chat(request, plain, grammar, rules, caller.tenant, system_tokens, context)
+
+
+def _find_context(prompt: Prompt, rules: RequestRules) -> AnswerContext | None:
+    """What a reader of the answer needs to know; None: the answer is plain text."""
+    if rules.markup is None or not rules.markup.thinks:
+        return None
+    return AnswerContext(rules.markup.plain.find_prefix(prompt.text or ""))
 
 
 def _may_evict(request: ChatRequest, rules: RequestRules) -> bool:
@@ -204,7 +227,8 @@ def _validate_tokenize(request: TokenizeRequest, caller: Caller, rules: RequestR
         raise invalid_value_error("prompt", "or 'messages' must be given, and not both")
     if request.messages is not None:
         return ValidBody(
-            [_validate_conversation(request, request.messages)], bool(request.add_special_tokens)
+            [_validate_conversation(request, request.messages, request.chat_template_kwargs)],
+            bool(request.add_special_tokens),
         )
     return ValidBody([request.prompt or ""], request.add_special_tokens is not False)
 

@@ -47,10 +47,11 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """Compile `source`. Raises jinja2.TemplateSyntaxError if it is not a template."""
         environment = make_environment()
-        self._source, self._special = source, dict(special)
+        self.source, self._special = source, dict(special)
         self._template = environment.from_string(source)
         reads = meta.find_undeclared_variables(environment.parse(source))
-        self._options = frozenset(reads - RESERVED_VARIABLES - special.keys() - environment.globals.keys())
+        # Variables that clients may set.
+        self.options = frozenset(reads - RESERVED_VARIABLES - special.keys() - environment.globals.keys())
         self._shapes: dict[tuple[object, ...], int | None] = {}
 
     def render_conversation(
@@ -72,9 +73,9 @@ class ChatTemplate:
             RequestError: 400, the template refuses these messages or options, or fails on them.
         """
         options = options or {}
-        unknown = sorted(options.keys() - self._options)
+        unknown = sorted(options.keys() - self.options)
         if unknown:
-            known = f"; it has {', '.join(sorted(self._options))}" if self._options else ""
+            known = f"; it has {', '.join(sorted(self.options))}" if self.options else ""
             problem = f"this model's chat template has no option {quote_text(unknown[0])}{known}"
             raise _template_error(problem, "chat_template_kwargs")
         given = [_template_message(message) for message in messages]
@@ -82,7 +83,7 @@ class ChatTemplate:
         if any(message.get("role") == "developer" for message in given):
             # "developer" is OpenAI's newer name of the system role. Templates that lack it get the older name.
             choices.insert(
-                1 if "developer" in self._source else 0, [_as_system_message(message) for message in given]
+                1 if "developer" in self.source else 0, [_as_system_message(message) for message in given]
             )
         errors: list[RequestError] = []
         for choice in choices:
@@ -158,7 +159,7 @@ class ChatTemplate:
             raise _template_error(
                 "the last message has no text to continue", f"messages[{len(messages) - 1}].content"
             )
-        if "content" not in self._source:
+        if "content" not in self.source:
             raise _template_error("the chat template shows no message's content, so none can be continued")
         text = self._render(
             [*messages[:-1], messages[-1] | {"content": content + FINAL_MESSAGE_MARK}], False, options

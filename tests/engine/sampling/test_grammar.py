@@ -380,7 +380,7 @@ def test_equal_grammars_are_compiled_once_and_beside_the_engine(
     assert late.ready  # at once
     assert len(compiles.threads) == 1 and threading.get_ident() not in compiles.threads
     states = [row.match for row in rows]
-    assert states[0] is not None and states[1] is not None
+    assert isinstance(states[0], grammar.GrammarMatcher) and isinstance(states[1], grammar.GrammarMatcher)
     states[0].push(ids(make_tokenizer(), "{")[0])
     assert (
         not states[1].accepting and states[1].token_mask(WIDTH)[ids(make_tokenizer(), "{")[0]]

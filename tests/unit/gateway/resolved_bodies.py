@@ -11,6 +11,7 @@ from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
 )
+from services.gateway.openai.thoughts import check_thought_budget, choose_template_options
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -24,6 +25,8 @@ USER_MESSAGE = {"role": "user", "content": "hi"}
 def chat(rules: RequestRules, prompt_tokens: int = 10, **fields: Any) -> ResolvedRequest:
     body = msgspec.convert({"model": "toy", "messages": [USER_MESSAGE], **fields}, ChatRequest)
     check_chat_fields(body, rules)
+    choose_template_options(body, rules)
+    check_thought_budget(body, rules)
     grammar = build_grammar(body.response_format, rules.limits)
     return resolve_chat(body, make_prompt([5] * prompt_tokens, "x"), grammar, rules)
 

@@ -142,6 +142,9 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # An extension of vLLM.
+    thinking_token_budget: Count | None = None
 
     # Fields that are accepted and have no effect here.
     metadata: Metadata | None = None
@@ -152,7 +155,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: ShortText | None = None
     parallel_tool_calls: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: Annotated[list[str], Meta(max_length=8)] | None = None
 
     # Fields that are known and are refused by name, unless they ask for nothing.

@@ -108,9 +108,13 @@ DetailsField = AnswerDetails | UnsetType
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
+    """`reasoning` and `reasoning_content` are the same: two names that clients know for thoughts."""
+
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -135,6 +139,8 @@ class Delta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: None | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

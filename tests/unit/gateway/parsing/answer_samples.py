@@ -9,7 +9,7 @@ from services.gateway.parsing.answer_format import AnswerFormat
 from services.gateway.parsing.answer_markup import AnswerMarkup
 from services.gateway.parsing.answer_parts import AnswerPart, ToolTypes
 from services.gateway.parsing.answer_reader import AnswerReader
-from services.gateway.parsing.families import find_format
+from services.gateway.parsing.families import choose_format
 
 TOOLS: ToolTypes = {"f": {"a": ("string",), "n": ("integer",)}, "g": {}, "now": {}}
 Said = list[tuple[str, str]]
@@ -26,7 +26,7 @@ class AnswerSample:
 
     @property
     def answer_format(self) -> AnswerFormat:
-        found = find_format("", self.calls, self.reasoning)
+        found = choose_format("", self.calls, self.reasoning)
         assert found is not None
         return found
 

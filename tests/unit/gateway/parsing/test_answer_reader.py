@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.parsing.answer_reader import AnswerReader
-from services.gateway.parsing.families import REASONING, TOOL_CALLS, find_format
+from services.gateway.parsing.families import REASONING, TOOL_CALLS, choose_format
 from services.gateway.parsing.tagged_calls import write_value
 from tests.unit.gateway.parsing.answer_samples import (
     SAMPLES,
@@ -55,7 +55,7 @@ def test_every_beginning_of_an_answer_can_be_its_end(sample: AnswerSample) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_any_text_says_the_same_at_every_cut(family: tuple[str, str], data: st.DataObject) -> None:
-    answer_format = find_format("", *family)
+    answer_format = choose_format("", *family)
     assert answer_format is not None
     pieces = [sample.text for sample in SAMPLES if sample.calls == family[0]]
     fragments = [text[i : i + 7] for text in pieces for i in range(0, len(text), 7)]
@@ -80,7 +80,7 @@ def test_any_text_says_the_same_at_every_cut(family: tuple[str, str], data: st.D
 @given(st.text(max_size=60))
 def test_text_without_markup_passes_unchanged(text: str) -> None:
     for calls in ("hermes", "tiny", "deepseek_v31"):
-        answer_format = find_format("", calls, "qwen3")
+        answer_format = choose_format("", calls, "qwen3")
         assert answer_format is not None
         markup = make_markup(answer_format, answer_format.literals)
         assert join_parts(read_pieces(markup, list(text))) == ([("content", text)] if text else [])
@@ -139,7 +139,7 @@ def test_a_prompt_may_have_begun_the_thought() -> None:
 
 
 def test_a_prompt_s_end_is_found_behind_the_last_anchor() -> None:
-    answer_format = find_format("<|im_start|>assistant\\n </think>", "hermes")
+    answer_format = choose_format("<|im_start|>assistant\\n </think>", "hermes")
     assert answer_format is not None
     markup = make_markup(answer_format)
     prompt = "<|im_start|>assistant\nold<|im_end|>\n<|im_start|>assistant\n<think>\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.parsing.answer_format import load_format
-from services.gateway.parsing.families import REASONING, TOOL_CALLS, find_format
+from services.gateway.parsing.families import REASONING, TOOL_CALLS, choose_format
 
 # Fragments of the families' own templates.
 TEMPLATES = {
@@ -28,7 +28,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("names", TEMPLATES)
 def test_a_template_tells_its_format(names: tuple[str, str]) -> None:
     calls, reasoning = names
-    found = find_format(TEMPLATES[names])
+    found = choose_format(TEMPLATES[names])
     assert found is not None
     fields = {name: table[key] for name, table, key in (
         ("tool_calls", TOOL_CALLS, calls), ("reasoning", REASONING, reasoning)
@@ -40,9 +40,9 @@ def test_a_template_tells_its_format(names: tuple[str, str]) -> None:
 
 
 def test_other_templates_tell_none_and_settings_come_first() -> None:
-    assert find_format("<|user|>{{ message.content }}") is None
-    chosen = find_format(TEMPLATES["hermes", "qwen3"], "glm45", "none")
+    assert choose_format("<|user|>{{ message.content }}") is None
+    chosen = choose_format(TEMPLATES["hermes", "qwen3"], "glm45", "none")
     assert chosen is not None and chosen.calls is not None
     assert chosen.calls.content == "tagged" and chosen.reasoning is None
     assert chosen.anchors == ("<|im_start|>assistant\n",)
-    assert find_format(TEMPLATES["hermes", "qwen3"], "none", "none") is None
+    assert choose_format(TEMPLATES["hermes", "qwen3"], "none", "none") is None

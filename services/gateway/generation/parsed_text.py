@@ -1,0 +1,87 @@
+"""The answer of one sequence that a reader reads: its text, its thoughts, and its calls of tools."""
+
+from __future__ import annotations
+
+from diptych.messages import Logprob
+from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.openai.resolve import Prompt, ResolvedRequest
+from services.gateway.parsing.answer_parts import AnswerPart
+from services.gateway.parsing.answer_reader import AnswerReader
+from services.gateway.parsing.model_markup import ModelMarkup
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+
+class ParsedText(OutputText):
+    """An `OutputText` whose text passes a reader. Stop strings are looked for only in what the client is shown."""
+
+    def __init__(
+        self,
+        resolved: ResolvedRequest,
+        index: int,
+        prompt: Prompt,
+        tokenizer: GatewayTokenizer,
+        markup: ModelMarkup,
+    ) -> None:
+        super().__init__(resolved, index, prompt, tokenizer)
+        assert resolved.context is not None
+        context = resolved.context
+        answer_markup = markup.plain if context.tools is None else markup.calls
+        self._reader = AnswerReader(answer_markup, context.prefix, context.tools)
+        self._mark_of, self._tokenizer = answer_markup.mark_of, tokenizer
+        self._parts: list[AnswerPart] = []
+
+    def take_piece(self) -> OutputPiece:
+        """Remove and return everything that waits."""
+        piece = super().take_piece()
+        piece.parts, self._parts = self._parts, []
+        piece.text = "".join([part.text for part in piece.parts if part.kind == "content"])
+        return piece
+
+    def _append_token(self, token: int, logprob: Logprob | None) -> None:
+        """Append a token. It counts as thought if it begins, continues or ends one."""
+        if logprob is not None and self._ask.logprobs is not None:
+            self._scored.add_token(token, self._num_detokenized, logprob)
+        reader, mark = self._reader, self._mark_of.get(token)
+        was_thinking = reader.thinking
+        if mark is None:
+            text = self._detokenizer.feed(token)
+        else:
+            text = self._detokenizer.flush() + mark
+            self._detokenizer = self._tokenizer.new_detokenizer(self._ask.skip_special)
+        self._num_detokenized += len(text)
+        early = self.num_tokens < self._ask.sampling.min_tokens or not reader.takes_content
+        self._append_final(self._stops.skip(text) if early else self._stops.feed(text))
+        self.reasoning_tokens += was_thinking or reader.thinking
+
+    def _append_text(self, text: str) -> None:
+        """Read text, and append what is found to what waits to be taken."""
+        self._reader.feed(text)
+        self._take_parts()
+
+    def _set_finish(self, reason: str) -> None:
+        """End the answer; one that calls tools ends for them."""
+        self._reader.close()
+        self._take_parts()
+        super()._set_finish("tool_calls" if reason == "stop" and self._reader.has_calls else reason)
+
+    def _take_parts(self) -> None:
+        for part in self._reader.take_parts():
+            self._chars += len(part.text)
+            last = self._parts[-1] if self._parts else None
+            if last is not None and last.kind == part.kind and part.kind != "call":
+                last.text += part.text
+            else:
+                self._parts.append(part)
+
+
+def make_text(
+    resolved: ResolvedRequest,
+    index: int,
+    prompt: Prompt,
+    tokenizer: GatewayTokenizer,
+    markup: ModelMarkup | None,
+) -> OutputText:
+    """The answer of a sequence, with a reader if the request has one."""
+    if resolved.context is None or markup is None:
+        return OutputText(resolved, index, prompt, tokenizer)
+    return ParsedText(resolved, index, prompt, tokenizer, markup)

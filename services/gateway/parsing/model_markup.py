@@ -1,0 +1,92 @@
+"""Finds the format of a model's answers, and what of it is told in tokens: where thoughts begin and end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from diptych.request import GrammarGate, ThoughtBudget
+from services.gateway.parsing.answer_format import CHANNEL, MESSAGE, AnswerFormat
+from services.gateway.parsing.answer_markup import AnswerMarkup
+from services.gateway.parsing.families import choose_format
+from services.gateway.parsing.own_template import convert_template
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+
+@dataclass(frozen=True)
+class ModelMarkup:
+    """The format of a model's answers in its vocabulary: `calls` for requests with tools, `plain` for others."""
+
+    tokenizer: GatewayTokenizer
+    calls: AnswerMarkup
+    plain: AnswerMarkup
+
+    @classmethod
+    def load(
+        cls,
+        tokenizer: GatewayTokenizer,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> ModelMarkup | None:
+        """The markup of a model: as the settings say, else its own, else as its chat template tells; or None.
+
+        Raises:
+            ModelError: its own `response_template` cannot be used.
+        """
+        own = tokenizer.model.response_template
+        template = "" if tokenizer.template is None else tokenizer.template.source
+        if own is not None and tool_parser is None and reasoning_parser is None:
+            found: AnswerFormat | None = convert_template(own, "this model")
+        else:
+            found = choose_format(template, tool_parser, reasoning_parser)
+        if found is None or tokenizer.template is None:
+            return None
+        added = {one.content: token for token, one in tokenizer.backend.get_added_tokens_decoder().items()}
+        return cls(tokenizer, AnswerMarkup(found, added.get), AnswerMarkup(found.without_calls(), added.get))
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may have thoughts."""
+        return bool(self.calls.format.reasoning)
+
+    @cached_property
+    def thought_begin(self) -> tuple[int, ...]:
+        """The tokens that begin a thought."""
+        found = self.calls.format
+        if found.channels:
+            return self._encode(f"{CHANNEL}analysis{MESSAGE}")
+        return self._encode(found.reasoning.opens[0]) if found.reasoning and found.reasoning.opens else ()
+
+    @cached_property
+    def thought_ends(self) -> tuple[int, ...]:
+        """The tokens of which each ends a thought, its own end first; empty if that is not one token."""
+        found = self.calls.format
+        if found.channels:
+            own: tuple[str, ...] = ("<|end|>",)
+        else:
+            own = found.reasoning.closes if found.reasoning else ()
+        ends = [self._token_of(literal) for literal in (*own, *(found.calls.opens if found.calls else ()))]
+        return tuple(end for end in ends if end is not None) if ends and ends[0] is not None else ()
+
+    def limit_thought(self, tokens: int, is_open: bool) -> ThoughtBudget:
+        """The budget of an answer whose prompt has begun a thought, or not. It must have `thought_ends`."""
+        return ThoughtBudget(tokens, self.thought_begin, self.thought_ends, is_open)
+
+    def gate_schema(self, prefix: str, is_open: bool) -> GrammarGate | None:
+        """Where the grammar of the text begins in an answer behind `prefix`; None: at once."""
+        found = self.calls.format
+        if found.channels:
+            return GrammarGate((self._encode(f"{CHANNEL}final{MESSAGE}"),))
+        if found.reasoning is None:
+            return None
+        binds = tuple(self._encode(literal) for literal in found.reasoning.closes)
+        if is_open:
+            return GrammarGate(binds)
+        has_thought = any(literal in prefix for literal in found.reasoning.closes)
+        return None if has_thought else GrammarGate(binds, is_free=False, frees=self.thought_begin[0])
+
+    def _encode(self, literal: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(literal, False))
+
+    def _token_of(self, literal: str) -> int | None:
+        return self.calls.markers.token_of(literal)

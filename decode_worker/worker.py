@@ -134,8 +134,9 @@ class DecodeWorker:
 
     def _await_room(self, order: Admit, seq: Sequence, now_s: float) -> None:
         self.engine.decisions.check_runner(seq)
-        # With a ticket, the last token is the first decode input and has no KV. Without one it is not there yet.
-        num_tokens, evicts = seq.total - bool(order.ticket), seq.keep.evicts
+        # With a ticket, the last token is the first decode input and has no KV, unless the first token was deferred.
+        # Without a ticket it is not there yet.
+        num_tokens, evicts = seq.total - bool(order.ticket and order.output), seq.keep.evicts
         if evicts:
             num_tokens = decision_tokens(len(seq.prompt), num_tokens)
         # A recalled request waits for its ticket.

@@ -83,6 +83,7 @@ class FailureReason(StrEnum):
     # the service
     NO_WORKERS = "no_workers"
     WORKER_LOST = "worker_lost"
+    NOT_CONTINUABLE = "not_continuable"
     KV_TRANSFER_FAILED = "kv_transfer_failed"
     SERVER_SHUTTING_DOWN = "server_shutting_down"
     REQUEST_QUARANTINED = "request_quarantined"
@@ -186,6 +187,8 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.OUT_OF_MEMORY: FailureRule(503, 1.0),
     FailureReason.NO_WORKERS: FailureRule(503, RESTART_HINT_S),
     FailureReason.WORKER_LOST: FailureRule(503, RESTART_HINT_S),
+    # Its worker is gone, and no other one can continue its answer exactly.
+    FailureReason.NOT_CONTINUABLE: FailureRule(503, 1.0),
     FailureReason.KV_TRANSFER_FAILED: FailureRule(503, 1.0),
     FailureReason.SERVER_SHUTTING_DOWN: FailureRule(503, 2.0),
     # The request itself is what workers crash on.

@@ -16,7 +16,7 @@ import msgspec
 
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from diptych.request import SamplingParams, Tenancy
+from diptych.request import TRAITS, SamplingParams, Tenancy
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
 SILENCE_S = 10.0
@@ -73,6 +73,7 @@ class Prefill(ChannelMessage, frozen=True):
     """Prefill the prompt (and `output`, tokens of earlier attempts), emit one token, and offer the KV.
 
     `stage`: announce KV while it is computed (`Staged`), so that it can be pulled layer by layer meanwhile.
+    `defer_first`: the decode worker is to draw the first token, so the `Output` before the offer has none.
     """
 
     request: str
@@ -87,6 +88,7 @@ class Prefill(ChannelMessage, frozen=True):
     kv_class: str = ""
     # What the attempt may drop of its KV.
     keep: KeepSpec = KEEP_ALL
+    defer_first: bool = False
 
 
 class Generate(ChannelMessage, frozen=True):
@@ -108,6 +110,7 @@ class Admit(ChannelMessage, frozen=True):
     """Reserve slabs, pull the KV that `ticket` offers, verify it, and decode.
 
     `output` has the tokens that were delivered already; the last of them has no KV yet and is the first decode input.
+    Without any, it was deferred: the prompt's last token is computed again, and the first one drawn.
 
     With an empty `ticket` the KV is still being computed: slabs are reserved, chunks that `Staging` announces may be
     pulled ahead, and `Fetch` brings the ticket and the first token, which `output` then lacks.
@@ -135,10 +138,7 @@ class Staging(ChannelMessage, frozen=True):
 
 
 class Fetch(ChannelMessage, frozen=True):
-    """The ticket of an attempt that was admitted without one; `output` has the first token now.
-
-    What the attempt may drop of its KV was said by its `Admit`, and cannot change.
-    """
+    """The ticket of an attempt that was admitted without one; `output` has the first token now. All else stays."""
 
     request: str
     epoch: int
@@ -229,6 +229,8 @@ class Hello(ChannelMessage, frozen=True):
     block_tokens: int = 0
     # The policy by which it computes them, as text.
     block_policy: str = ""
+    # What it continues exactly where another worker stopped.
+    traits: tuple[str, ...] = TRAITS
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
@@ -258,9 +260,8 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     step_tokens: int = 0
     # Slabs in the prefix tree without a holder; they can be evicted at any time.
     slabs_cached: int = 0
-    # Number of prompt tokens looked up in the prefix tree.
+    # Number of prompt tokens looked up in the prefix tree, and of those found there.
     prefix_queries: int = 0
-    # Number of these tokens that were found there.
     prefix_hits: int = 0
     # Number of preemptions by kind: "recompute" drops the KV, "park" keeps it in host memory.
     preemptions: dict[str, int] = {}
@@ -286,11 +287,10 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     # Sequences of bulk work that hold memory, and that wait; the other fields leave bulk work out.
     bulk_running: int = 0
     bulk_waiting: int = 0
-    # Units of bulk work, the seconds that they took, and the tokens that they computed.
+    # Units of bulk work, the seconds that they took, the tokens that they computed; and how often it lost its memory.
     bulk_units: int = 0
     bulk_seconds: float = 0.0
     bulk_tokens: int = 0
-    # Number of times that bulk work lost its memory.
     bulk_preemptions: int = 0
     # Slabs of the transfer buffer of a worker with a device: all, those in use, of these the ones under lease, and
     # those with chunks that nobody uses.
@@ -368,7 +368,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish: str | None = None
     seconds: dict[str, float] = {}
     cached_tokens: int = 0
-    # What is kept of its KV, if that was decided since its last output.
+    # What is kept of its KV, if decided since its last output.
     kept: KeptReport | None = None
 
 
@@ -420,7 +420,7 @@ class Failed(ChannelMessage, frozen=True):
     """This attempt has failed on this worker, which has freed everything it held for it.
 
     `code`: "transfer_failed", "kv_corrupt", "stale_ticket", "deadline_exceeded", "out_of_memory", "overloaded",
-    "invalid_grammar", "draining", "internal_error".
+    "invalid_grammar", "unsupported_parameter", "draining", "internal_error".
     """
 
     request: str

@@ -84,7 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     thought: ThoughtBudget | None = None
+    # Whether the client gave the seed. If not, any other noise is as good.
+    seeded: bool = True
 
+
+# What a worker may be able to continue exactly where another one stopped (`diptych.messages.Hello.traits`): a grammar
+# and a budget of thoughts, penalties that count the tokens of the answer, and the noise of a seed.
+GRAMMAR, PENALTIES, SEED = TRAITS = ("grammar", "penalties", "seed")
 
 # The priority of bulk work, such as the lines of a batch: below every priority that a client may ask for.
 BULK_PRIORITY = 1000
@@ -122,7 +128,8 @@ class RequestStage(Enum):
     ADMITTED = "admitted"
     # Sent to a prefill (or colocated) worker, which has not sent a token yet.
     QUEUED = "queued"
-    # The first token was delivered. The prefill worker holds the KV, under a lease once it has offered it.
+    # The first token was delivered, or is deferred (`diptych.messages.Prefill`). The prefill worker holds the KV, under
+    # a lease once it has offered it.
     PREFILLED = "prefilled"
     # A decode worker was sent the ticket, to reserve slabs, pull the KV and verify it.
     TRANSFERRING = "transferring"

@@ -65,7 +65,9 @@ def build_jobs(workload: StepWorkload, live: Mapping[str, LiveSequence], masks: 
     left_out = masks.choose_left_out([(seq.key, live[seq.key].sampling) for seq in asked])
     for seq in workload.decodes:
         if seq.key not in left_out:
-            work = StepWork(seq.output[-1:], seq.computed, seq.slabs, "last", seq.prompt[0], kept_work(seq))
+            # Without any output, an adopted sequence draws its first token from the last one of its prompt.
+            last = seq.output[-1:] or seq.prompt[-1:]
+            work = StepWork(last, seq.computed, seq.slabs, "last", seq.prompt[0], kept_work(seq))
             jobs.append(_StepJob(live[seq.key], work, decodes=True))
     for seq, count in workload.prefills:
         if not (seq.key in left_out and seq.pending == count):
@@ -132,7 +134,8 @@ class Engine:
         return self.table.make_room(seq, lambda key: self._preempt_sequence(key, lambda: now_s))
 
     def adopt(self, seq: Sequence, now_s: float) -> None:
-        """Continue a sequence prefilled elsewhere: its slabs, held under its key, have KV of all tokens but the last.
+        """Continue a sequence prefilled elsewhere: its slabs, held under its key, have KV of all tokens but the last,
+        which is that of its prompt if nothing was drawn from it yet.
 
         An evicted sequence has the KV up to its last decision point (`Sequence.is_adoptable`). The engine frees the
         slabs from now on.
@@ -309,7 +312,7 @@ class Engine:
             if seq.wants_token:
                 chosen.append((live, result[-1:]))
             elif seq.pending == 0:
-                outputs[seq.key] = self._emit_output(live, None, "length", now_s)
+                outputs[seq.key] = self._emit_output(live, None, None if seq.defer_first else "length", now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
             begun_s, unused = clock(), {live.seq.key for live, _ in chosen}.union(seq.key for seq in deciding)
             # Counted now: a sequence that is preempted for room has fewer tokens afterwards.

@@ -32,8 +32,9 @@ class Sequence:
     """One attempt to continue one prompt, and its progress.
 
     `output` may begin with tokens that an earlier attempt delivered; they are prefilled together with the prompt.
-    `hold_kv`: the sequence leaves the engine after one token, with its slabs, and another engine continues it. `stage`:
-    its KV is announced while it is computed (`engine.protocols.KvObserver`). Tokens 0 to `computed` - 1 have KV, token
+    `hold_kv`: the sequence leaves the engine after one token, with its slabs, and another engine continues it; with
+    `defer_first` it leaves without a token. `stage`: its KV is announced while it is computed
+    (`engine.protocols.KvObserver`). Tokens 0 to `computed` - 1 have KV, token
     i in slab `slabs[i // 64]`; prefill ends at `target` tokens, and then decode begins.
 
     `kv_class` names the arena that its KV is in (`kvcache.arenas`); it never changes.
@@ -54,6 +55,7 @@ class Sequence:
     deadline_s: float
     output: list[int] = field(default_factory=list)
     hold_kv: bool = False
+    defer_first: bool = False
     stage: bool = False
     slabs: list[int] = field(default_factory=list)
     computed: int = 0
@@ -118,7 +120,8 @@ class Sequence:
     def wants_token(self) -> bool:
         """Whether all its tokens have KV and it may generate another one."""
         written = len(self.output)
-        return len(self.prompt) + written == self.computed and written < self.sampling.max_tokens
+        done = len(self.prompt) + written == self.computed
+        return done and written < self.sampling.max_tokens and not self.defer_first
 
     @property
     def precedence(self) -> tuple[int, int]:
@@ -132,8 +135,11 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its prompt tokens have to be scored, so that each of them must be computed here."""
-        return self.sampling.prompt_logprobs is not None and not self.output
+        """Whether its prompt tokens have to be scored, so that each of them must be computed here.
+
+        If their KV came from elsewhere, they were scored there.
+        """
+        return self.sampling.prompt_logprobs is not None and not (self.output or self.fetched)
 
     def tokens(self, start: int, count: int) -> list[int]:
         """The token ids at positions `start` to `start + count - 1`, across prompt and output."""
@@ -221,9 +227,12 @@ class Sequence:
 
         An evicted one has the KV of the tokens up to its last decision point; the rest, at most 64, are computed again.
         """
-        if self.hold_kv or not self.output:
+        if self.hold_kv:
             return False
         if self.keep.evicts:
+            if not self.output:
+                # The KV that its prompt's last token saw is not there any more.
+                return False
             decided = decision_tokens(len(self.prompt), self.total - 1)
             return (
                 self.kept_slabs > 1

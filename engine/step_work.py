@@ -68,7 +68,8 @@ def choose_logits(seq: Sequence, count: int, scores: bool) -> str:
     """
     if scores and seq.computed + 1 < len(seq.prompt):
         return "all"
-    return "last" if seq.pending == count and len(seq.output) < seq.sampling.max_tokens else "none"
+    draws = len(seq.output) < seq.sampling.max_tokens and not seq.defer_first
+    return "last" if seq.pending == count and draws else "none"
 
 
 @dataclass(frozen=True, slots=True)

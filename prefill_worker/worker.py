@@ -161,7 +161,7 @@ class PrefillWorker:
         """Queue a prompt. Raises SequenceRefused if the queue is full or the order is not for this role."""
         if not isinstance(order, Prefill):
             raise SequenceRefused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
-        seq.hold_kv, seq.stage = True, order.stage
+        seq.hold_kv, seq.stage, seq.defer_first = True, order.stage, order.defer_first
         self.engine.add(seq, now_s)
 
     def _send_hint(self, seq: Sequence, start: int, slabs: list[int], mark: int) -> None:

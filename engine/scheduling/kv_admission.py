@@ -63,9 +63,16 @@ class RemoteKv:
     reserved_s: float = 0.0
 
     @property
+    def used_tokens(self) -> int:
+        """Of `num_tokens`, those that its sequence begins with: its last token is computed here, even if it came."""
+        return self.num_tokens if self.ticket is None else min(self.num_tokens, self.seq.total - 1)
+
+    @property
     def full_keys(self) -> list[bytes]:
-        """Addresses of all its full chunks: even the last one can be attached, since no logits are computed here."""
-        return self.seq.keys[: self.seq.full_chunks(self.num_tokens)]
+        """Addresses of all its full chunks: even the last one can be attached, unless a token of it is computed here,
+        since others read it.
+        """
+        return self.seq.keys[: self.seq.full_chunks(self.used_tokens)]
 
     @property
     def num_slabs(self) -> int:
@@ -366,7 +373,7 @@ class KvAdmission(Generic[A]):
         seq, keys = arrival.seq, arrival.full_keys
         if seq.kept_slabs:
             slabs.insert(seq.keep.boundary_chunks, slabs.pop())
-        seq.slabs, seq.computed = slabs, arrival.num_tokens
+        seq.slabs, seq.computed = slabs, arrival.used_tokens
         self._allocator.arena_of(seq.kv_class).publish(seq.key, keys, seq.slabs)
         seq.shared = len(keys)
 

@@ -31,7 +31,7 @@ from router.effects import (
     StageEntered,
 )
 from router.requests.admission import Admission
-from router.requests.failure_policy import DEADLINE_EXCEEDED, FailurePolicy
+from router.requests.failure_policy import DEADLINE_EXCEEDED, NOT_CONTINUABLE, FailurePolicy
 from router.requests.grace import WorkerGrace
 from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import CrashQuarantine
@@ -141,7 +141,8 @@ class Attempts:
         self.admission.mark_begun(request.id)
         version = self.pairs.version_of(pair, state, None if decision is None else decision.kv_class)
         reason = state.kv_reason if decision is None else decision.reason
-        state.begin_attempt(pair, version, self._worth_staging(state, pair, version.kv_class, reason), reason)
+        state.begin_attempt(pair, version, reason, self.pairs.traits_of(pair))
+        state.staged = self._worth_staging(state, pair, version.kv_class, reason)
         if state.first_queued_s is None:
             state.first_queued_s = now_s
         self.enter_stage(state, RequestStage.QUEUED, now_s)
@@ -149,7 +150,15 @@ class Attempts:
         remaining_s = request.deadline_s - now_s
         if pair.prefill:
             kv = state.staged, version.kv_class, request.keep
-            order: ToWorker = Prefill(request.id, request.epoch, *what, remaining_s, request.tenancy, *kv)
+            order: ToWorker = Prefill(
+                request.id,
+                request.epoch,
+                *what,
+                remaining_s,
+                request.tenancy,
+                *kv,
+                defer_first=state.deferred,
+            )
         else:
             kept = version.kv_class, request.keep
             order = Generate(request.id, request.epoch, *what, remaining_s, request.tenancy, *kept)
@@ -184,9 +193,7 @@ class Attempts:
         Where the class was chosen since the link binds, it should: recent moves were slower than the link was at first.
         """
         request = state.request
-        # If only one token is left to generate, no KV is handed over.
-        decodes = request.sampling.max_tokens - len(request.output) > 1
-        if state.pinned or not self.pipelined or not decodes or pair.prefill is None:
+        if state.pinned or not self.pipelined or not state.decodes or pair.prefill is None or state.deferred:
             return False
         if request.keep.evicts:
             # What is kept of its KV is decided when the prompt has all of it.
@@ -260,9 +267,13 @@ class Attempts:
         state.losses += policy.worker_was_lost
         state.failures += not policy.worker_was_lost
         few = state.losses <= MAX_LOSSES and state.failures <= MAX_FAILURES
-        if policy.may_retry and few and not state.pinned:
+        if not policy.may_retry or not few or state.pinned:
+            self.fail_request(state, policy.failure(message), now_s)
+        elif state.request.output and not state.continuable:
+            text = f"no other worker can continue the answer exactly; send the request again ({message})"
+            self.fail_request(state, NOT_CONTINUABLE.failure(text), now_s)
+        else:
             return True
-        self.fail_request(state, policy.failure(message), now_s)
         return False
 
     def _requeue_request(

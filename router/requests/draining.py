@@ -6,7 +6,8 @@
 A worker that has received the order accepts no new request. So the relay acts first: from `give_order` on it starts no
 request there. Requests that are being prefilled elsewhere for this decode worker may still arrive: their room there is
 reserved, and they may fit no other worker, since an answer stays with the model version that it began with. The order
-is sent when all requests that count as load of the worker have arrived. Their deadlines bound that time.
+is sent when all requests that count as load of the worker have arrived, and answers that no other worker can continue
+exactly (`router.requests.continuable`) have ended there. Their deadlines bound that time.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class DrainOrders:
         for worker in sorted(self._unsent & self._fleet.workers.keys()):
             worker_state = self._fleet.workers[worker]
             if not worker_state.accepts_pending or all(
-                worker in live[name].holders for name in self._ledger.requests_at(worker)
+                worker in live[name].holders and not live[name].stays_at(worker)
+                for name in self._ledger.requests_at(worker)
             ):
                 self._unsent.discard(worker)
                 worker_state.accepts_pending = False

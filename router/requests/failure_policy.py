@@ -30,6 +30,8 @@ DEADLINE_EXCEEDED = FailurePolicy(FailureReason.DEADLINE_EXCEEDED)
 INTERNAL_ERROR = FailurePolicy(FailureReason.INTERNAL_ERROR)
 NO_WORKERS = FailurePolicy(FailureReason.NO_WORKERS, may_retry=True, worker_was_lost=True)
 WORKER_LOST = FailurePolicy(FailureReason.WORKER_LOST, may_retry=True, worker_was_lost=True)
+# Tokens were delivered, and no other worker can continue the answer exactly.
+NOT_CONTINUABLE = FailurePolicy(FailureReason.NOT_CONTINUABLE)
 QUARANTINED = FailurePolicy(FailureReason.REQUEST_QUARANTINED)
 TRANSFER_FAILED = FailurePolicy(FailureReason.KV_TRANSFER_FAILED, may_retry=True)
 
@@ -43,5 +45,6 @@ POLICY_BY_CODE: dict[str, FailurePolicy] = {
     "overloaded": FailurePolicy(FailureReason.OVERLOADED, may_retry=True, other_worker_only=True),
     "draining": NO_WORKERS,
     "invalid_grammar": FailurePolicy(FailureReason.INVALID_GRAMMAR),
+    "unsupported_parameter": FailurePolicy(FailureReason.UNSUPPORTED_PARAMETER),
     "internal_error": INTERNAL_ERROR,
 }

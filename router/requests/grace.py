@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diptych.failure_statuses import RequestFailure
-from router.requests.failure_policy import NO_WORKERS
+from router.requests.failure_policy import NO_WORKERS, NOT_CONTINUABLE
 from router.requests.request_state import RequestKind, RequestState
 from router.routing.capabilities import FleetCapabilities
 from router.routing.kv_classes import AnswerVersion, describe_classes, have_shared_class, names_class
@@ -55,6 +55,8 @@ class WorkerGrace:
             return False
         if kind.evicts and not self.capabilities.can_evict_somewhere(kv_class):
             return False
+        if kind.traits and not self.capabilities.can_continue_somewhere(kind.traits):
+            return False
         patient = kind.bulk or self.was_served(version, now_s, kv_class)
         return patient and not self.capabilities.is_class_gone(version)
 
@@ -65,6 +67,8 @@ class WorkerGrace:
             able = sorted(name for name, worker_state in workers.items() if worker_state.hello.keep_classes)
             problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
             return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
+        if state.kind.traits and not self.capabilities.can_continue_somewhere(state.kind.traits):
+            return NOT_CONTINUABLE.failure("no worker that is left can continue the answer exactly")
         listed = describe_classes([worker_state.hello for worker_state in workers.values()])
         if version is None and state.kv_class is not None and not self.capabilities.is_known(state.kv_class):
             return NO_WORKERS.failure(f"no worker has KV of the class {state.kv_class}: {listed}")

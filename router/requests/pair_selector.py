@@ -92,6 +92,11 @@ class PairSelector:
         found = self.capabilities.versions_of((pair.prefill, pair.decode), kv_class or state.kv_class)
         return state.version or found[0]
 
+    def traits_of(self, pair: ChosenPair) -> frozenset[str]:
+        """The traits that all workers of a pair have, which must be members."""
+        workers, traits = self.fleet.workers, frozenset(self.fleet.workers[pair.decode].hello.traits)
+        return traits if pair.prefill is None else traits & frozenset(workers[pair.prefill].hello.traits)
+
     def pick_pair(
         self,
         state: RequestState,

@@ -277,11 +277,13 @@ class Relay:
             return self.attempts.fail_request(
                 state, INTERNAL_ERROR.failure(f"{worker} sent tokens before it had the KV"), now_s
             )
+        if prefills and state.deferred:
+            return self._on_prefilled(state, worker, output, now_s)
         if output.tokens or output.finish:
             self._enter_token_stage(
                 state, RequestStage.PREFILLED if prefills else RequestStage.DECODING, output, now_s
             )
-        self.attempts.deliver_output(state, output)
+        self.attempts.deliver_output(state, state.complete_first(output))
         if output.finish is not None:
             # With the last token the worker has freed everything that it held.
             state.holders.discard(worker)
@@ -290,6 +292,22 @@ class Relay:
             )
         elif len(self.quarantine) and self.quarantine.record_progress(request.id, len(request.output)):
             self.attempts.may_start = True
+
+    def _on_prefilled(self, state: RequestState, worker: str, output: Output, now_s: float) -> None:
+        """The prompt of a deferred attempt is computed: another worker draws its first token."""
+        if output.tokens or output.finish:
+            return self.attempts.fail_request(
+                state, INTERNAL_ERROR.failure(f"{worker} drew a token that it was to leave to another"), now_s
+            )
+        state.prefilled = output
+        state.prefill_seconds = first_token_breakdown(state, output.seconds, now_s)
+        self._enter_prefilled(state, RequestStage.PREFILLED, now_s)
+
+    def _enter_prefilled(self, state: RequestState, stage: RequestStage, now_s: float) -> None:
+        """The prompt is computed: the request enters `stage`, and its load changes."""
+        self.attempts.enter_stage(state, stage, now_s)
+        self.attempts.book_load(state)
+        self.admission.mark_prefilled(state.request.id, now_s)
 
     def _enter_token_stage(
         self, state: RequestState, stage: RequestStage, output: Output, now_s: float
@@ -303,11 +321,14 @@ class Relay:
             if state.source is None:
                 # Without a hand-off its phases are not reported.
                 state.reported_moments.add("second")
-            self.attempts.enter_stage(state, stage, now_s)
-            self.attempts.book_load(state)
-            self.admission.mark_prefilled(state.request.id, now_s)
+            self._enter_prefilled(state, stage, now_s)
         elif "second" not in state.reported_moments:
-            self.attempts.report_durations(state, "second", decode_token_breakdown(state, now_s))
+            seconds = decode_token_breakdown(state, now_s)
+            if state.deferred:
+                # It is the first token, too.
+                state.reported_moments.add("first")
+                seconds = state.prefill_seconds | seconds
+            self.attempts.report_durations(state, "second", seconds)
 
     def _on_failed(self, state: RequestState, worker: str, failed: Failed, now_s: float) -> None:
         """A worker failed the attempt: choose another decode worker, another attempt, or an error."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_report import KeptReport
-from diptych.messages import Offer
+from diptych.messages import Offer, Output
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
+from router.requests.continuable import NO_TRAITS, can_continue, traits_to_continue
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
 from router.routing.class_choice import ASKED, DEFAULT, BesideNeed, ClassDecision
 from router.routing.credits import (
@@ -66,13 +69,15 @@ class RequestKind(NamedTuple):
     """What the workers of a request must be able to do; requests of one kind can be served by the same pairs.
 
     `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
-    dropped in this class. `bulk`: it is bulk work, which one worker does alone.
+    dropped in this class. `bulk`: it is bulk work, which one worker does alone. `traits` are those that they need to
+    continue its answer.
     """
 
     version: AnswerVersion | None = None
     kv_class: str | None = None
     evicts: bool = False
     bulk: bool = False
+    traits: frozenset[str] = NO_TRAITS
 
 
 @dataclass(slots=True)
@@ -88,6 +93,9 @@ class RequestState:
     chunks; `unprefilled_tokens` are those that it has to compute. `shared_tokens` need no slabs of their own at the
     decode worker, since other requests hold their chunks. These are the routing estimates from when its worker was
     chosen.
+
+    `deferred`: the decode worker of the running attempt draws the first token. `continuable`: other workers can
+    continue what the attempt delivers.
     """
 
     request: Request
@@ -114,6 +122,12 @@ class RequestState:
     pair: ChosenPair | None = None
     holders: set[str] = field(default_factory=set)
     staged: bool = False
+    deferred: bool = False
+    continuable: bool = True
+    # Of a deferred attempt: the last Output of its prefill worker, and the durations until it came. Both are reported
+    # with the first token.
+    prefilled: Output | None = None
+    prefill_seconds: dict[str, float] = field(default_factory=dict)
     target: str | None = None
     # Lives of the decode workers that this attempt was sent to. Each may be sent it once.
     contacted_lives: set[str] = field(default_factory=set)
@@ -200,7 +214,14 @@ class RequestState:
     @property
     def kind(self) -> RequestKind:
         """What its workers must be able to do."""
-        return RequestKind(self.version, self.kv_class, self.request.keep.evicts, self.bulk)
+        return RequestKind(
+            self.version, self.kv_class, self.request.keep.evicts, self.bulk, self.traits_to_go_on
+        )
+
+    @property
+    def traits_to_go_on(self) -> frozenset[str]:
+        """The traits that the workers of the next attempt need: none as long as no token was delivered."""
+        return traits_to_continue(self.request.sampling) if self.request.output else NO_TRAITS
 
     @property
     def kv_reason(self) -> str:
@@ -226,16 +247,19 @@ class RequestState:
             whole_tokens=request.keep.boundary if request.keep.evicts else None,
             handed_tokens=self.handed_tokens if request.keep.evicts else None,
             beside=BesideNeed() if bound else self.wish.beside,
+            traits=self.traits_to_go_on,
         )
 
     @property
     def attempt_need(self) -> RoutingNeed:
-        """As `need`, for the running attempt: its KV exists, or is being computed, in the class that it began with."""
-        return (
-            self.need
-            if self.attempt_version is None
-            else replace(self.need, kv_class=self.attempt_version.kv_class)
-        )
+        """As `need`, for the running attempt: its KV exists, or is being computed, in the class that it began with.
+
+        Who decodes it continues what its prefill worker has drawn, or will draw.
+        """
+        if self.attempt_version is None:
+            return self.need
+        traits = NO_TRAITS if self.deferred else traits_to_continue(self.request.sampling)
+        return replace(self.need, kv_class=self.attempt_version.kv_class, traits=traits)
 
     @property
     def shares(self) -> dict[str, WorkerLoad]:
@@ -262,12 +286,29 @@ class RequestState:
             pair.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
         }
 
-    def begin_attempt(self, pair: ChosenPair, version: AnswerVersion, staged: bool, reason: str) -> None:
-        """Begin another attempt, which no worker has been sent yet. `reason` is why it has its KV class."""
+    def begin_attempt(
+        self, pair: ChosenPair, version: AnswerVersion, reason: str, traits: Collection[str]
+    ) -> None:
+        """Begin another attempt, which no worker has been sent yet.
+
+        `reason` is why it has its KV class; `traits` are those that all of its workers have.
+        """
         self.wish.decide(self.request.id, ClassDecision(version.kv_class, reason))
-        self.pair, self.attempt_version, self.staged = pair, version, staged
+        self.pair, self.attempt_version, self.staged = pair, version, False
+        self.continuable = can_continue(self.request.sampling, traits)
+        self.deferred = pair.prefill is not None and not self.continuable and self.decodes
         self.target, self.ticket, self.contacted_lives = None, b"", set()
+        self.prefilled, self.prefill_seconds = None, {}
         self.prefill_kv_tokens = prefill_room_tokens(self.need)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode worker gets the KV: not if only one token is left to generate."""
+        return self.request.sampling.max_tokens - len(self.request.output) > 1
+
+    def stays_at(self, worker: str) -> bool:
+        """Whether the running attempt decodes at this worker, and its answer cannot go on elsewhere."""
+        return not self.continuable and self.pair is not None and worker == self.pair.decode
 
     def take_offer(self, offer: Offer, now_s: float) -> None:
         """The KV of the attempt is complete: from now on it counts for the slabs that it really has."""
@@ -276,6 +317,16 @@ class RequestState:
             self.prefill_kv_tokens = offer.num_slabs * CHUNK_TOKENS
             # The decode worker needs a slab more, for the tokens since the decision.
             self.held_tokens = self.prefill_kv_tokens + CHUNK_TOKENS
+
+    def complete_first(self, output: Output) -> Output:
+        """An output of the attempt; if it has a deferred first token, with what was said of the prompt."""
+        prefilled = self.prefilled
+        if prefilled is None or not (output.tokens or output.finish):
+            return output
+        self.prefilled = None
+        return structs.replace(
+            output, prompt_logprobs=prefilled.prompt_logprobs, cached_tokens=prefilled.cached_tokens
+        )
 
     def record_kept(self, report: KeptReport) -> None:
         """The request has decided what it keeps: from now on that counts."""

@@ -117,6 +117,14 @@ class FleetCapabilities:
         able = {hello.role for hello in self.view.fleet.known_hellos() if can_evict(hello, kv_class)}
         return able.issuperset(self.needed_roles)
 
+    def can_continue_somewhere(self, traits: frozenset[str]) -> bool:
+        """Whether workers of all roles that are needed have these traits, or had them when they were lost; or none that
+        is known lacks them.
+        """
+        hellos = self.view.fleet.known_hellos()
+        able = [hello.role for hello in hellos if traits.issubset(hello.traits)]
+        return len(able) == len(hellos) or set(able).issuperset(self.needed_roles)
+
     @property
     def needed_roles(self) -> tuple[str, ...]:
         """The roles without which no request can be served."""

@@ -64,7 +64,8 @@ class RoutingNeed:
     must stay with, if that is decided; else the one that it asks for, as `kv_classes.names_class` takes it.
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
     others, and `handed_tokens` are those whose KV it then gets; None: it drops none.
-    `beside` is what other sequences of its HTTP request will need in the class that it gets.
+    `beside` is what other sequences of its HTTP request will need in the class that it gets. `traits` are those that
+    its workers need to continue its answer (`router.requests.continuable`).
     """
 
     prompt_tokens: int
@@ -77,6 +78,7 @@ class RoutingNeed:
     whole_tokens: int | None = None
     handed_tokens: int | None = None
     beside: BesideNeed = BesideNeed()
+    traits: frozenset[str] = frozenset()
 
     @property
     def bulk(self) -> bool:
@@ -256,10 +258,12 @@ def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -
 
 
 def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:
-    """Whether the worker runs the model that must continue the request, if any, holds its KV class, and can evict in it
-    if the request needs that.
+    """Whether the worker runs the model that must continue the request, if any, with the traits that this takes, holds
+    its KV class, and can evict in it if the request needs that.
     """
     if need.evicts and not can_evict(worker_state.hello, need.kv_class):
+        return False
+    if need.traits and not need.traits.issubset(worker_state.hello.traits):
         return False
     return need.fingerprint in (None, worker_state.hello.fingerprint) and holds_class(
         worker_state.hello, need.kv_class

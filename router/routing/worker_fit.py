@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.chunks import AUTO_CLASS
 from diptych.messages import Hello
+from diptych.request import TRAITS
 from router.routing.kv_classes import classes_of
 
 
@@ -18,6 +19,9 @@ def find_misfit(hello: Hello, tokenizer: str = "", kv_keep: float = 1.0) -> str 
     theirs = hello.identity.get("tokenizer", tokenizer)
     if tokenizer and theirs != tokenizer:
         return f"its tokenizer is {theirs}, and the gateway's is {tokenizer}: start both with the same model"
+    if hello.keep_classes and not set(TRAITS).issubset(hello.traits):
+        lacks = " and ".join(trait for trait in TRAITS if trait not in hello.traits)
+        return f"it can evict KV, and cannot continue answers exactly ({lacks}): start it with a keep of 1"
     default = AUTO_CLASS if hello.kv_auto else next(iter(classes_of(hello)))
     if kv_keep < 1 and default not in hello.keep_classes:
         able = " and ".join(hello.keep_classes) or "none"

@@ -58,10 +58,16 @@ class CodedEngine:
         root = root_key("the model", "", self.layout.codec)
         return Sequence(f"r{number}", 1, prompt, sampling, math.inf, list(output), hold_kv=hold, root=root)
 
-    def run(self, numbers: range | None = None, hold: bool = False) -> list[SequenceOutput]:
-        """Serve these requests, all at once (None: those that are here), to the end."""
+    def run(
+        self, numbers: range | None = None, hold: bool = False, defer: bool = False
+    ) -> list[SequenceOutput]:
+        """Serve these requests, all at once (None: those that are here), to the end. Those to hold may `defer` their
+        first token.
+        """
         for number in numbers or ():
-            self.engine.add(self.request(number, hold=hold), 0.0)
+            seq = self.request(number, hold=hold)
+            seq.defer_first = defer
+            self.engine.add(seq, 0.0)
         emitted: list[SequenceOutput] = []
         while len(self.engine.scheduler):
             emitted += self.engine.step(lambda: float(next(self._ticks)))

@@ -47,14 +47,15 @@ def test_in_pieces_beside_others_and_from_the_cache(alone: tuple[str, Answers]) 
     worker.holdings.check_books()
 
 
-def test_prefilled_here_and_decoded_there(alone: tuple[str, Answers]) -> None:
+@pytest.mark.parametrize("defer", [False, True], ids=["", "the decode worker draws the first token"])
+def test_prefilled_here_and_decoded_there(alone: tuple[str, Answers], defer: bool) -> None:
     """The pages' bytes are all that moves."""
     codec, expected = alone
     prefill, decode = CodedEngine(codec), CodedEngine(codec)
-    emitted = prefill.run(ALL, hold=True)
+    emitted = prefill.run(ALL, hold=True, defer=defer)
     for held in prefill.held:
         seq = decode.request(int(held.id[1:]), tuple(held.output))
-        seq.computed = held.computed
+        seq.computed = held.computed - defer
         seq.slabs = decode.holdings.allocate(seq.key, -(-seq.total // CHUNK_TOKENS))
         for source, target in zip(held.slabs, seq.slabs, strict=False):
             decode.pool.slab_bytes(target)[:] = prefill.pool.slab_bytes(source)

@@ -85,13 +85,16 @@ class RealEngine:
         return emitted
 
 
-def request(number: int, hold_kv: bool = False) -> Sequence:
+def request(number: int, hold_kv: bool = False, defer: bool = False) -> Sequence:
     length, asked = KINDS[number]
     random = torch.Generator().manual_seed(number)
     prompt = torch.randint(3, 259, (length,), generator=random).tolist()
     fields: dict[str, Any] = {"max_tokens": 24, "seed": 100 + number, "stop_token_ids": (END,)} | asked
     sampling = SamplingParams(**fields)
-    return Sequence(f"r{number}", 1, prompt, sampling, math.inf, hold_kv=hold_kv, root=ROOT)
+    defer = defer and sampling.max_tokens > 1
+    return Sequence(
+        f"r{number}", 1, prompt, sampling, math.inf, hold_kv=hold_kv, defer_first=defer, root=ROOT
+    )
 
 
 Answer = dict[str, tuple[list[int], list[Logprob], list[Logprob | None] | None, str | None]]
@@ -178,14 +181,15 @@ def test_arriving_in_the_midst_of_others_changes_nothing(model: Checkpoint, alon
     check_same(answers(emitted + worker.run()), alone)
 
 
-def test_prefilled_here_and_decoded_there_is_the_same(model: Checkpoint, alone: Answer) -> None:
+@pytest.mark.parametrize("defer", [False, True], ids=["", "the decode worker draws the first token"])
+def test_prefilled_here_and_decoded_there_is_the_same(model: Checkpoint, alone: Answer, defer: bool) -> None:
     prefill, decode = RealEngine(model), RealEngine(model)
     for number in range(len(KINDS)):
-        prefill.engine.add(request(number, hold_kv=True), 0.0)
+        prefill.engine.add(request(number, hold_kv=True, defer=defer), 0.0)
     emitted = prefill.run()
     assert len(prefill.held) >= len(KINDS) - 1
     for held in prefill.held:
-        fields: dict[str, Any] = {"computed": held.computed, "root": ROOT}
+        fields: dict[str, Any] = {"computed": held.computed - defer, "root": ROOT}
         seq = Sequence(held.id, 1, held.prompt, held.sampling, math.inf, list(held.output), **fields)
         seq.slabs = decode.holdings.allocate(seq.key, -(-seq.total // CHUNK_TOKENS))
         for source, target in zip(held.slabs, seq.slabs, strict=False):

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from msgspec import structs
+
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from diptych.request import BULK_PRIORITY, Tenancy
+from diptych.request import BULK_PRIORITY, TRAITS, Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN
 from tests.simulation.virtual_model import POISON
@@ -66,6 +68,13 @@ class ClientLoad:
             origin = Tenancy(tenant, origin.scope, BULK_PRIORITY)
         patience_s = rng.choice([0.05, 0.3, 1.0]) if rng.random() < self.crowd.hurried else PATIENCE_S
         asked = random_sampling(rng, rng.choice([1, 2, 8, 30, 60, 80]))
+        if self.world.traits != TRAITS:
+            # All needs, each alone and with others.
+            asked = structs.replace(
+                asked,
+                temperature=rng.choice([0.0, 1.0]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+            )
         classes = self.world.kv_class.split(",")
         # One in three leaves the choice to the workers.
         kv_class = rng.choice([None, *classes]) if len(classes) > 1 else None

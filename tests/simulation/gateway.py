@@ -11,7 +11,7 @@ from functools import partial
 
 from diptych.chunks import RAW_CLASS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from diptych.messages import ToGateway
+from diptych.messages import Prefill, ToGateway
 from diptych.request import Request, SamplingParams, Tenancy
 from router.effects import (
     AttemptBegan,
@@ -61,6 +61,7 @@ class VirtualClient:
     asked_class: str | None = None  # the KV class that it asks for
     keep: KeepSpec = KEEP_ALL  # what may be dropped of its KV
     moved_on: bool = False  # its answer had begun when another attempt took over
+    deferred: int = 0  # attempts whose first token was left to the decode worker
 
 
 class VirtualGateway:
@@ -174,6 +175,8 @@ class VirtualGateway:
     def _do(self, effect: RelayEffect) -> None:
         match effect:
             case SendMessage(worker, message):
+                if isinstance(message, Prefill) and message.request in self.clients:
+                    self.clients[message.request].deferred += message.defer_first
                 if not self.exchange.send(worker, message):
                     self._lost(worker)
             case DeliverTokens(request, output):

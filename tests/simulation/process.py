@@ -62,6 +62,8 @@ class ProcessWorld(Protocol):
     num_slabs: int
     # The KV class of each worker that has one, for its next process; the others are raw.
     kv_classes: dict[str, str]
+    # What workers continue exactly, and say that they do.
+    traits: tuple[str, ...]
     writers: type[DecodeWorker]
     readers: type[PrefillWorker]
     runners: type[VirtualRunner]
@@ -122,7 +124,7 @@ class VirtualProcess:
         else:
             self.holdings, host = books[classes[0]], self.tiers[classes[0]]
             runner = world.runners(self.memories[classes[0]], self._spend)
-        sampler = VirtualSampler()
+        sampler = VirtualSampler(world.traits)
         self.engine = Engine(runner, Scheduler(limits), self.holdings, sampler, host)
         self.bulk = BulkEngine(runner, limits, self.holdings, sampler, BulkTime(BULK_SLICE_S))
         self.begin(role, ended)
@@ -177,6 +179,7 @@ class VirtualProcess:
                 kv_losses={name: 0.5 for name, memory in self.memories.items() if memory.layout.codec},
                 kv_auto=self.chooses,
                 keep_classes=[RAW_CLASS] if getattr(self.engine.runner, "can_evict", False) else [],
+                traits=self.world.traits,
             )
         )
         self.wake_process()

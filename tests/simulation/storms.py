@@ -5,13 +5,16 @@ from __future__ import annotations
 from random import Random
 
 from diptych.chunks import RAW_CLASS
+from diptych.request import TRAITS
+from router.requests.relay import Relay
 from tests.simulation.dropping_model import DroppingRunner
-from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultStorm
-from tests.simulation.virtual_laws import InvariantChecker, settle_world
+from tests.simulation.faults import FAULTS, ClientLoad, ClientMix, FaultSequence, FaultStorm
+from tests.simulation.virtual_laws import DONE, InvariantChecker, settle_world
 from tests.simulation.virtual_model import CODED
 from tests.simulation.world import VirtualWorld
 
-STORM_S, SHORT_STORM_S = 8.0, 6.0
+STORM_S, SHORT_STORM_S, SPELL_S = 8.0, 6.0, 10.0
+CALM_CLIENTS = ClientMix(rate=12.0, hurried=0.0, leaving=0.0)
 QUIET_S = 5.0
 CLASSES = (RAW_CLASS, CODED)
 BOTH = f"{RAW_CLASS},{CODED}"
@@ -21,12 +24,24 @@ NUM_SLABS, FEW_SLABS = 24, 20
 
 
 def run_storm(
-    seed: int, kinds: list[str] | None = None, crowd: ClientMix | None = None
+    seed: int,
+    kinds: list[str] | None = None,
+    crowd: ClientMix | None = None,
+    traits: tuple[str, ...] = TRAITS,
+    relays: type[Relay] = Relay,
 ) -> tuple[VirtualWorld, InvariantChecker]:
     """One run, from a whole deployment through a storm to rest, with raw or coded KV. Raises Broken."""
     pools = [(2, 2), (1, 2), (2, 2), (0, 2), (1, 1), (3, 3)][seed % 6]
     kv_class = CLASSES[seed // 6 % 2]
-    world = VirtualWorld(seed, *pools, shared=seed % 4 < 2, num_slabs=NUM_SLABS, kv_class=kv_class)
+    world = VirtualWorld(
+        seed,
+        *pools,
+        shared=seed % 4 < 2,
+        num_slabs=NUM_SLABS,
+        kv_class=kv_class,
+        traits=traits,
+        relays=relays,
+    )
     laws, rng = InvariantChecker(world), Random(seed)
     assert world.run(lambda: world.whole, QUIET_S)
     until_s = world.agenda.now_s + STORM_S
@@ -76,3 +91,23 @@ def run_kept_storm(
         assert isinstance(runner, DroppingRunner)
         assert not runner.states, f"{process.name} remembers {sorted(runner.states)} at rest"
     return world
+
+
+def failed_ends(world: VirtualWorld) -> dict[str, str]:
+    """Clients that did not get their whole answer, and why."""
+    return {client.name: str(client.end) for client in world.clients if client.end not in DONE}
+
+
+def run_spell(
+    world: VirtualWorld, seed: int, crowd: ClientMix, kinds: list[str], seconds: float = SPELL_S
+) -> InvariantChecker:
+    """Clients ask, one blow falls at a time, then all comes to rest. Raises InvariantBroken."""
+    laws, rng = InvariantChecker(world), Random(seed)
+    assert world.run(lambda: world.whole, QUIET_S)
+    until_s = world.agenda.now_s + seconds
+    ClientLoad(world, rng, crowd, until_s)
+    if kinds:
+        FaultSequence(world, rng, 3.0, until_s, kinds)
+    world.run(lambda: world.agenda.now_s >= until_s, 2 * seconds, laws.check_running)
+    settle_world(world, laws)
+    return laws

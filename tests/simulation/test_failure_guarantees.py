@@ -12,39 +12,18 @@ from diptych.request import Grammar, SamplingParams, Tenancy
 from engine.sequence import Sequence
 from kvtransfer.digests import ChunkDigester
 from prefill_worker.worker import PrefillWorker
-from tests.simulation.faults import ClientLoad, ClientMix, FaultSequence
+from tests.simulation.faults import ClientLoad, ClientMix
 from tests.simulation.gateway import VirtualClient
-from tests.simulation.virtual_laws import DONE, InvariantBroken, InvariantChecker, settle_world
+from tests.simulation.storms import CALM_CLIENTS, SPELL_S, failed_ends, run_spell
+from tests.simulation.virtual_laws import InvariantBroken, InvariantChecker, settle_world
 from tests.simulation.virtual_model import CODED, POISON
 from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 
-CALM_CLIENTS = ClientMix(rate=12.0, hurried=0.0, leaving=0.0)
 DAMAGES = ["kill", "drain", "command", "reset", "stop", "cut", "stall", "slow", "throttle"]
-SPELL_S = 10.0
 
 
 def _is_over(world: VirtualWorld, until_s: float) -> bool:
     return world.agenda.now_s >= until_s
-
-
-def failed_ends(world: VirtualWorld) -> dict[str, str]:
-    """Clients that did not get their whole answer, and why."""
-    return {client.name: str(client.end) for client in world.clients if client.end not in DONE}
-
-
-def run_spell(
-    world: VirtualWorld, seed: int, crowd: ClientMix, kinds: list[str], seconds: float = SPELL_S
-) -> InvariantChecker:
-    """Clients ask, one blow falls at a time, then all comes to rest. Raises Broken."""
-    laws, rng = InvariantChecker(world), Random(seed)
-    assert world.run(lambda: world.whole, 5.0)
-    until_s = world.agenda.now_s + seconds
-    ClientLoad(world, rng, crowd, until_s)
-    if kinds:
-        FaultSequence(world, rng, 3.0, until_s, kinds)
-    world.run(lambda: world.agenda.now_s >= until_s, 2 * seconds, laws.check_running)
-    settle_world(world, laws)
-    return laws
 
 
 def test_with_a_spare_no_client_sees_that_a_worker_is_lost() -> None:
@@ -108,7 +87,7 @@ def cut_and_continue(
     laws, rng = InvariantChecker(world), Random(delivered)
     assert world.run(lambda: world.whole, 5.0)
     prompt = [rng.randrange(POISON) for _ in range(94)]  # the 34th token fills a chunk
-    asked = SamplingParams(max_tokens=100, seed=5, grammar=grammar)
+    asked = SamplingParams(max_tokens=100, seed=5, grammar=grammar, frequency_penalty=0.5)
     client = world.ask(prompt, asked, Tenancy(), PATIENCE_S)
     world.run(lambda: len(client.got) >= delivered or client.end is not None, 30.0, laws.check_running)
     if client.end is None:

@@ -4,6 +4,7 @@
     I2 tokens are exactly those of     I6 nothing lives beyond its deadline          I9 an old life changes nothing
        an undisturbed run              I7 a failure is that of one request          I12 no request waits for ever
     I4 one end for each request, and nothing after it                                I13 no attempt crosses KV classes
+    I14 only an answer that has begun, and that no worker can continue, is cut; its client may come again
 
 I2 implies I8 and I9 here: the toy model's answer depends on every byte of KV, and is compared token by token.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import SILENCE_S
 from diptych.request import TERMINAL_STAGES
+from router.requests.continuable import can_continue
 from router.requests.request_state import RequestState
 from router.routing.kv_classes import holds_class
 from tests.simulation.event_queue import VirtualEventQueue
@@ -42,6 +44,7 @@ EXCUSES = frozenset(
         "overloaded",
         "request_quarantined",
         "queue_too_long",
+        "not_continuable",
     }
 )
 
@@ -99,8 +102,19 @@ class InvariantChecker:
                 raise InvariantBroken(f"{client.name} ended as {client.end} after {len(client.got)} tokens")
         elif client.end not in EXCUSES | {"gone"}:
             raise InvariantBroken(f"{client.name} failed with {client.end}")
+        if client.end == "not_continuable":
+            self._check_cut(client)
         if client.end == "request_quarantined" and POISON not in client.prompt:
             raise InvariantBroken(f"{client.name} was quarantined, and is innocent")
+
+    def _check_cut(self, client: VirtualClient) -> None:
+        """I14."""
+        if can_continue(client.sampling, self.world.traits):
+            raise InvariantBroken(f"{client.name} was cut, and could have gone on")
+        if not client.got or not client.retry or not client.retry_after_s:
+            raise InvariantBroken(
+                f"{client.name} was cut after {len(client.got)} tokens: {client.retry_after_s}"
+            )
 
     def check_books(self) -> None:
         """Pools, trees and the relay's ledgers add up."""

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.request import SamplingParams
+from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, SamplingParams
 from engine.protocols import OnLayersDone, SampledToken
 from engine.sequence import num_chunks
 from engine.step_work import StepWork
@@ -202,7 +202,8 @@ class VirtualClassRunner:
 class VirtualSamplerRow:
     """What sampling remembers: penalties and a grammar, both as one number that all earlier tokens went into.
 
-    The grammar of kind "lark" is a number: the answer is complete when it divides the state.
+    The grammar of kind "lark" is a number: the answer is complete when it divides the state. Without a temperature
+    there is no noise, without penalties and a grammar the state does not matter.
     """
 
     cost_s = 0.0
@@ -210,6 +211,8 @@ class VirtualSamplerRow:
     def __init__(self, sampling: SamplingParams, output: Sequence[int]) -> None:
         self.seed, self.index, self.state = sampling.seed, 0, 1
         self._modulus = int(sampling.grammar.text) if sampling.grammar else 0
+        self._noisy = sampling.temperature > 0
+        self._stateful = bool(self._modulus or sampling.frequency_penalty)
         for token in output:
             self.push(token)
 
@@ -222,12 +225,21 @@ class VirtualSamplerRow:
         self.state = (self.state * 31 + token) % 1_000_003
 
     def pick(self, logits: bytes) -> int:
-        drawn = logits + b"%d %d %d" % (self.seed, self.index, self.state)
+        drawn = logits
+        if self._noisy:
+            drawn += b"%d %d " % (self.seed, self.index)
+        if self._stateful:
+            drawn += b"%d" % self.state
         return xxhash.xxh3_64_intdigest(drawn) % POISON
 
 
 class VirtualSampler:
-    """`engine.protocols.StepSampler`."""
+    """`engine.protocols.StepSampler`. Without one of the `traits` it takes an answer's tokens for a part of the prompt,
+    as far as that matters.
+    """
+
+    def __init__(self, traits: Sequence[str] = TRAITS) -> None:
+        self._traits = frozenset(traits)
 
     def expect(self, seq: Any) -> None:
         """Nothing here takes long."""
@@ -236,7 +248,12 @@ class VirtualSampler:
         """Nobody waits."""
 
     def open(self, seq: Any) -> VirtualSamplerRow:
-        return VirtualSamplerRow(seq.sampling, seq.output)
+        row = VirtualSamplerRow(seq.sampling, seq.output)
+        if SEED not in self._traits:
+            row.index = 0
+        if not {GRAMMAR, PENALTIES} <= self._traits:
+            row.state = 1
+        return row
 
     def sample(
         self, logits: list[list[bytes]], rows: list[VirtualSamplerRow]

@@ -18,7 +18,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Drain, SwitchRole
-from diptych.request import Grammar, SamplingParams, Tenancy
+from diptych.request import TRAITS, Grammar, SamplingParams, Tenancy
 from prefill_worker.worker import PrefillWorker
 from router.effects import WorkerCommand
 from router.requests.admission import Admission, AdmissionLimits
@@ -55,15 +55,18 @@ class VirtualWorld:
         runners: type[VirtualRunner] = VirtualRunner,
         kv_classes: dict[str, str] | None = None,
         kv_class: str = RAW_CLASS,
+        traits: tuple[str, ...] = TRAITS,
     ) -> None:
-        """`kv_class` is that of all workers that `kv_classes` does not name; several are joined by commas."""
+        """`traits` are those of all workers. `kv_class` is that of those that `kv_classes` does not name; several are
+        joined by commas.
+        """
         self.seed, self.rng = seed, Random(seed)
         self.agenda = VirtualEventQueue()
         self.network = VirtualNetwork(self.agenda)
         self.pipes = VirtualPipes(self.agenda, Random(seed + 1), shared)
         self.num_slabs, self.split, self.local_prefill = num_slabs, prefill > 0, local_prefill
         self.relays, self.writers, self.readers = relays, writers, readers
-        self.runners, self.kv_class = runners, kv_class
+        self.runners, self.kv_class, self.traits = runners, kv_class, traits
         self.clients: list[VirtualClient] = []
         self.over: list[VirtualClient] = []  # as they ended
         self.faults: Counter[str] = Counter()
@@ -325,5 +328,9 @@ def random_sampling(rng: Random, max_tokens: int) -> SamplingParams:
     grammar = Grammar("lark", str(rng.choice([7, 23]))) if rng.random() < 0.2 else None
     stops = tuple(rng.sample(range(POISON), 2)) if rng.random() < 0.5 else ()
     return SamplingParams(
-        max_tokens=max_tokens, seed=rng.randrange(1 << 30), stop_token_ids=stops, grammar=grammar
+        max_tokens=max_tokens,
+        seed=rng.randrange(1 << 30),
+        stop_token_ids=stops,
+        grammar=grammar,
+        frequency_penalty=0.5,
     )

@@ -12,7 +12,7 @@ from typing import Any, cast
 from diptych.chunks import RAW_CLASS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Output, Prefill, Step
-from diptych.request import Request, RequestStage, SamplingParams
+from diptych.request import TRAITS, Request, RequestStage, SamplingParams
 from planner.sim.exact.cores import GatewayProcessor, SimCores
 from planner.sim.exact.engine import SimOutput, SimSequence
 from planner.sim.exact.event_queue import EventQueue
@@ -89,6 +89,8 @@ class SimGatewaySpec:
     several_classes: bool = False
     # What all requests keep of their KV.
     keep: KeepSpec = KEEP_ALL
+    # What the workers continue exactly.
+    traits: tuple[str, ...] = TRAITS
 
 
 class SimGateway:
@@ -143,6 +145,7 @@ class SimGateway:
             endpoints,
             kv_classes=_class_pools(worker),
             keep_classes=[RAW_CLASS] if self.spec.keep.evicts else [],
+            traits=self.spec.traits,
         )
         self._handle_event(WorkerSaid(worker.name, hello))
 
@@ -194,7 +197,7 @@ class SimGateway:
         seq = output.seq
         state = self.relay.live.get(seq.id)
         known = len(state.request.output) if state is not None else output.output
-        if output.output == known and not output.finish:
+        if output.output == known and not output.finish and not output.held:
             return None
         tokens = [0] * (output.output - known)
         return Output(
@@ -287,6 +290,7 @@ class SimGateway:
             output=cast(list[int], range(len(order.output))),
             hold_kv=isinstance(order, Prefill),
             stage=isinstance(order, Prefill) and order.stage,
+            defer_first=isinstance(order, Prefill) and order.defer_first,
             tenancy=order.tenancy,
             keys=list(open_request.names),
             max_output=job.output,

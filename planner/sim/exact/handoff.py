@@ -129,8 +129,9 @@ class SimFetcher:
 
     def admit(self, command: Admit, seq: SimSequence, now_s: float) -> None:
         """Queues a request whose KV is offered, or (without a ticket) still being computed. Raises SequenceRefused."""
-        # The last token is the first decode input and has no KV yet. Without a ticket that token is still to come.
-        num_tokens = seq.total - bool(command.ticket)
+        # The last token is the first decode input and has no KV yet, unless the first token was deferred. Without a
+        # ticket that token is still to come.
+        num_tokens = seq.total - bool(command.ticket and command.output)
         if seq.keep.evicts:
             num_tokens = decision_tokens(len(seq.prompt), num_tokens)
         ticket = make_ticket(command, num_tokens, seq.keep) if command.ticket else None

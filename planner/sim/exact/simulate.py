@@ -10,8 +10,7 @@ prefix tree and the hand-off protocol. Only time, messages, steps and KV transfe
 
 Not simulated:
 
-- Faults.
-- What each head keeps: every sequence keeps the same share of its rows.
+- Faults; and what each head keeps: every sequence keeps the same share of its rows.
 - The host tier for preempted sequences: they are prefilled again.
 - Names for the chunks of answers: a follow-up request finds only those chunks cached that the trace names.
 - The gateway's CPU, except for the costs in `cpu_cost` (heartbeats never wait for it).
@@ -30,6 +29,7 @@ from typing import Protocol, TypeVar, overload
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from diptych.request import TRAITS
 from engine.scheduling.saturation import saturation_length
 from engine.sequence import EngineLimits
 from planner.costs.profile import CostProfile
@@ -106,12 +106,12 @@ class SimDeployment:
     cell with the fewest requests per device. Colocated pools beside others form a separate cell. `link` is the port of
     each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. With `kv_classes`, of which there
     are several, each instance has a pool for each, with the bytes of that class. With `keep`, all requests evict KV at
-    its threshold. A request takes `gateway_s` seconds to
-    reach the relay, each message to or from a worker `hop_s`. `max_tokens` is what clients ask for (None: exactly
-    the length of their answer). `local_prefill` is the gateway's setting; with "auto", steps of decode instances are
-    kept within `tpot_s`. With `cpu_cost`, each gateway has a CPU that does one thing at a time and shares `cores` with
-    its workers' steps (of instances with a rhythm and one stage); every step is then simulated by itself. With `bulk`,
-    decode and colocated instances do bulk work beside the requests, as long as any is open or to come.
+    its threshold. A request takes `gateway_s` seconds to reach the relay, each message to or from a worker `hop_s`.
+    `max_tokens` is what clients ask for (None: exactly the length of their answer). `local_prefill` is the gateway's
+    setting; with "auto", steps of decode instances are kept within `tpot_s`. With `cpu_cost`, each gateway has a CPU
+    that does one thing at a time and shares `cores` with its workers' steps (of instances with a rhythm and one stage);
+    every step is then simulated by itself. With `bulk`, decode and colocated instances do bulk work beside the
+    requests, as long as any is open or to come. `traits` are those of the workers; all requests have seeds.
     """
 
     placement: Placement
@@ -134,6 +134,7 @@ class SimDeployment:
     cpu_cost: GatewayCpuCost | None = None
     cores: int = 1
     bulk: SimBulkSpec | None = None
+    traits: tuple[str, ...] = TRAITS
 
 
 def build_deployment(
@@ -344,6 +345,7 @@ class ExactSimulation:
             deployment.cpu_cost,
             bool(deployment.kv_classes),
             KEEP_ALL if deployment.keep is None else KeepSpec(deployment.keep.threshold),
+            deployment.traits,
         )
         links, cores = SimLinks(self.events, deployment.link), SimCores(deployment.cores)
         devices = sum(pool.devices for pool, _ in pools)
@@ -427,11 +429,9 @@ def _check_deployment(deployment: SimDeployment) -> None:
         raise ConfigError(what, "each pool needs one specification", "give one per pool")
     roles = {pool.role for pool in pools if pool.count > 0}
     if not roles or len(roles & {PREFILL, DECODE}) == 1:
-        raise ConfigError(
-            f"{deployment.placement or 'an empty placement'} cannot serve requests",
-            "it needs a prefill and a decode pool, or a colocated one",
-            "add the pool that is missing",
-        )
+        what = f"{deployment.placement or 'an empty placement'} cannot serve requests"
+        why = "it needs a prefill and a decode pool, or a colocated one"
+        raise ConfigError(what, why, "add the pool that is missing")
     if len(deployment.kv_classes) == 1:
         raise ValueError(
             "a deployment with one KV class names none: `token_bytes` and its rooms are of that class"

@@ -336,6 +336,8 @@ def ttft_breakdown(record: SequenceRecord) -> dict[str, float]:
     """The stages of the time to first token, in seconds by name; they add up to it.
 
     The relay's stages end when the token reached the gateway. The rest is "write", until it was written to the client.
+    The stages of the hand-off are among them if a decode worker drew the first token.
     """
     stages = {stage: record.stages.get(stage, 0.0) for stage in TTFT_STAGES[:-1]}
+    stages |= {stage: record.stages[stage] for stage in HANDOFF_STAGES if stage in record.stages}
     return {**stages, "write": (record.ttft_s or 0.0) - sum(stages.values())}

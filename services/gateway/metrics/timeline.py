@@ -18,14 +18,18 @@ from router.effects import (
     StageEntered,
     TelemetryEffect,
 )
+from services.gateway.metrics.prometheus import TTFT_STAGES
 
 FIRST_TOKEN_STAGES = (RequestStage.PREFILLED, RequestStage.DECODING)
 
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """One attempt of a sequence. `stages` are durations in seconds by name; `first_stages` end with the first token
-    at `token_s`, and `handoff_stages` with the second token at `second_s`.
+    """One attempt of a sequence. `stages` are durations in seconds by name; `first_stages` end with the first token,
+    and `handoff_stages` with the second token at `second_s`.
+
+    The prompt was computed at `token_s`, with which the first token came; or else a decode worker drew it, at
+    `second_s`, and `first_stages` are all.
     """
 
     began: AttemptBegan
@@ -74,6 +78,8 @@ def _update_attempt(attempt: AttemptTimes, effect: TelemetryEffect, now_s: float
             attempt.token_s = now_s
         case StageDurations(_, seconds) if attempt.token_s is None:
             attempt.first_stages = seconds
+        case StageDurations(_, seconds) if TTFT_STAGES[0] in seconds:
+            attempt.second_s, attempt.first_stages = now_s, seconds
         case StageDurations(_, seconds):
             attempt.second_s, attempt.handoff_stages = now_s, seconds
         case KvMoved():

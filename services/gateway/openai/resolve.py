@@ -304,6 +304,7 @@ def _resolve_sampling(
     return SamplingParams(
         max_tokens=most,
         seed=secrets.randbelow(NUM_SEEDS) if fields.seed is None else fields.seed % NUM_SEEDS,
+        seeded=fields.seed is not None,
         min_tokens=fewest,
         temperature=_first_given(fields.temperature, defaults.temperature, 1.0),
         top_p=_first_given(fields.top_p, defaults.top_p, 1.0),

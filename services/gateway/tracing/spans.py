@@ -9,7 +9,8 @@
         transfer.hidden  transfer.exposed         copying before and after the prompt was computed
         decode                                    the other tokens
 
-`admission`, `retry`, `prefill_queue`, `prefill`, `deliver` and `write` of a sequence sum to its TTFT. What a worker has
+`admission`, `retry`, `prefill_queue`, `prefill`, `deliver` and `write` of a sequence sum to its TTFT; so do these and
+the hand-off if a decode worker drew the first token. What a worker has
 measured has a duration, but no time on the gateway's clock: such spans are placed one after the other.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from diptych.failure_statuses import RequestFailure
 from diptych.logs.request_ids import RequestIds
-from services.gateway.metrics.prometheus import ttft_breakdown
+from services.gateway.metrics.prometheus import HANDOFF_STAGES, ttft_breakdown
 from services.gateway.metrics.timeline import AttemptTimes, SequenceTimeline
 from services.gateway.outcomes import SequenceRecord
 from services.gateway.tracing.trace_context import TraceContext, new_span_id
@@ -114,7 +115,7 @@ def _sequence_spans(traced: TracedSequence, root_span: TraceSpan) -> Iterator[Tr
         placed[stage] = now_s, now_s + seconds
         now_s += seconds
     for stage, (start_s, end_s) in placed.items():
-        if stage not in ATTEMPT_STAGES and (stage != "retry" or end_s > start_s):
+        if stage not in (*ATTEMPT_STAGES, *HANDOFF_STAGES) and (stage != "retry" or end_s > start_s):
             yield TraceSpan(stage, start_s, end_s, root_span.span_id, dict(named))
     for attempt in traced.timeline.attempts:
         span = _attempt_span(attempt, root_span, named)
@@ -171,7 +172,8 @@ def _handoff_spans(attempt: AttemptTimes) -> Iterator[TraceSpan]:
     moved, pulled_s, token_s = attempt.moved, attempt.pulled_s, attempt.token_s
     if moved is None or pulled_s is None or token_s is None:
         return
-    transfer_s = attempt.handoff_stages.get("transfer", min(moved.seconds, pulled_s - token_s))
+    stages = attempt.handoff_stages or attempt.first_stages
+    transfer_s = stages.get("transfer", min(moved.seconds, pulled_s - token_s))
     exposed_s = pulled_s - moved.exposed_s
     attributes: dict[str, Attribute] = {
         "diptych.source": moved.source,

@@ -110,6 +110,46 @@ def test_a_held_sequence_leaves_with_its_slabs_and_goes_on_elsewhere(earlier: in
     assert first.holdings.used == 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 130])
+def test_a_first_token_that_is_left_to_another_engine_is_the_same(length: int) -> None:
+    """The prompt's last token is computed again there; its score comes from here."""
+    asked = sampling(20, prompt_logprobs=0, logprobs=0)
+    whole = alone(sequence("a", length, asked))
+    first, second = EngineBench(), EngineBench()
+    first.engine.add(sequence("a", length, asked, hold_kv=True, defer_first=True), 0.0)
+    emitted = finish(first)
+    (last,) = [emission for emission in emitted if emission.held]
+    held, (output,) = last.held, outputs(emitted, "a")
+    assert held is not None and held.computed == length and held.output == output.tokens == []
+    assert output.finish is None and len(output.prompt_logprobs or []) == length
+    assert set(output.seconds) == {"queue", "prefill"}
+    assert "last" not in {work.logits for batch in first.runner.batches for work in batch} or length == 1
+
+    slabs = second.holdings.allocate("a#1", len(held.slabs))
+    second.runner.kv.fetch(first.runner.kv, zip(held.slabs, slabs, strict=True))
+    second.engine.adopt(sequence("a", length, asked, computed=length - 1, slabs=slabs), 0.0)
+    emitted = finish(second)
+    assert written(emitted, "a") == whole
+    assert [len(work.tokens) for batch in second.runner.batches for work in batch] == [1] * 20
+    assert all(one.prompt_logprobs is None for one in outputs(emitted, "a"))
+    assert set(outputs(emitted, "a")[0].seconds) == {"decode_queue", "decode_first"}
+    first.holdings.release("a#1")
+    assert first.holdings.used == second.holdings.used == 0
+
+
+@pytest.mark.parametrize("parked", [True, False])
+def test_a_sequence_without_a_token_that_is_preempted_draws_the_same(parked: bool) -> None:
+    bench = EngineBench()
+    seq = sequence("a", 130, sampling(20, prompt_logprobs=0))
+    slabs = bench.holdings.allocate(seq.key, 3)
+    for place in range(130):
+        bench.runner.kv[slabs[place // 64], place % 64] = seq.prompt[: place + 1]
+    adopted = sequence("a", 130, seq.sampling, computed=129, slabs=slabs)
+    bench.engine.adopt(adopted, 0.0)
+    bench.engine._preempt_sequence(adopted.key, bench.clock)
+    assert written(finish(bench), "a") == alone(seq) and bench.holdings.used == 0
+
+
 def test_a_held_sequence_that_ends_with_its_first_token_is_not_held() -> None:
     bench = EngineBench()
     bench.engine.add(sequence("a", 10, sampling(1), hold_kv=True), 0.0)

@@ -30,7 +30,7 @@ from diptych.messages import (
     ToGateway,
     ToWorker,
 )
-from diptych.request import Request, SamplingParams, Tenancy
+from diptych.request import TRAITS, Request, RequestStage, SamplingParams, Tenancy
 from router.effects import (
     AttemptBegan,
     ChosenPair,
@@ -43,6 +43,7 @@ from router.effects import (
     RequestCancelled,
     RequestQueued,
     SendMessage,
+    StageEntered,
     WorkerDown,
     WorkerLost,
     WorkerSaid,
@@ -76,8 +77,11 @@ def make_hello(
     return Hello(worker, role, name, fingerprint, identity, *where, {"shm": b"x"}, link, ended, classes)
 
 
-def make_request(name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+def make_request(
+    name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9, temperature: float = 1.0
+) -> Request:
+    """A request with a seed: workers without that trait cannot continue it, unless it is greedy."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, temperature=temperature)
     return Request(name, list(range(prompt)), sampling, deadline_s, tenancy=tenancy_of(name))
 
 
@@ -100,6 +104,7 @@ class WorldWorker:
     slabs: int = 64
     kv_class: str = ""
     keep_classes: tuple[str, ...] = ("raw",)
+    traits: tuple[str, ...] = TRAITS
     must_drain: bool = False  # to drain
     next_role: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -108,6 +113,9 @@ class WorldWorker:
     staged: set[tuple[str, int]] = field(default_factory=set)  # a prefill worker's that it may announce
     local: set[tuple[str, int]] = field(default_factory=set)  # a decode worker's that it reads itself
     read: set[tuple[str, int]] = field(default_factory=set)  # a prefill worker's that wait for release
+    deferred: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # a prefill worker's that it draws no token for
     renewed_s: dict[tuple[str, int], float] = field(default_factory=dict)
     outbox: list[ToGateway] = field(default_factory=list)
 
@@ -117,7 +125,8 @@ class WorldWorker:
         hello = make_hello(
             self.name, self.life, link, pid=self.pid, slabs=self.slabs, kv_class=self.kv_class, **changes
         )
-        return structs.replace(hello, keep_classes=list(self.keep_classes))
+        keep = list(self.keep_classes) if self.traits == TRAITS else []
+        return structs.replace(hello, keep_classes=keep, traits=self.traits)
 
     @property
     def reads(self) -> bool:
@@ -131,7 +140,7 @@ class WorldWorker:
     def forget(self) -> None:
         """A new life or a new link: nothing of before is held, nothing said before arrives, in either direction."""
         self.must_drain, self.next_role = False, ""
-        known = self.held, self.pulled, self.read, self.early, self.staged, self.local
+        known = self.held, self.pulled, self.read, self.early, self.staged, self.local, self.deferred
         for kept in (*known, self.renewed_s, self.outbox):
             kept.clear()
 
@@ -149,8 +158,11 @@ class FakeDeployment:
         local_prefill: str = "never",
         recovery_s: float = RECOVERY_S,
         gb_per_s: float = 1e6,
+        traits: tuple[str, ...] = TRAITS,
     ) -> None:
-        """`slabs` of each pool. At `gb_per_s` of links the default moves KV in no time: nothing is staged."""
+        """`slabs` of each pool. At `gb_per_s` of links the default moves KV in no time: nothing is staged. `traits` are
+        those of all workers.
+        """
         self.relay = Relay(
             admission=Admission(limits),
             split=split,
@@ -159,7 +171,7 @@ class FakeDeployment:
             recovery_s=recovery_s,
             local_prefill=local_prefill,
         )
-        self.slabs, self.gb_per_s = slabs, gb_per_s
+        self.slabs, self.gb_per_s, self.traits = slabs, gb_per_s, traits
         self.now_s = 0.0
         self.workers: dict[str, WorldWorker] = {}
         self.arrived: list[str] = []
@@ -170,6 +182,9 @@ class FakeDeployment:
         self.seen: Counter[type] = Counter()  # effects, and messages sent
         self.waiting: set[str] = set()  # that were reported to be in the queue
         self.orders: set[tuple[type, str, int, str]] = set()
+        self.spoke: dict[str, set[int]] = defaultdict(set)  # the attempts that delivered tokens
+        self.prefilled: set[str] = set()  # whose prompt was computed once
+        self.num_deferred = 0  # first tokens that a decode worker was left to draw
         for name in workers:
             self.join(name)
 
@@ -187,9 +202,14 @@ class FakeDeployment:
         return effects
 
     def arrive(
-        self, name: str, prompt: int = 10, max_tokens: int = 8, deadline_s: float = 1e9
+        self,
+        name: str,
+        prompt: int = 10,
+        max_tokens: int = 8,
+        deadline_s: float = 1e9,
+        temperature: float = 1.0,
     ) -> list[RelayEffect]:
-        return self.do(RequestArrived(make_request(name, prompt, max_tokens, deadline_s)))
+        return self.do(RequestArrived(make_request(name, prompt, max_tokens, deadline_s, temperature)))
 
     def canary(self, name: str, prefill: str | None, decode: str) -> list[RelayEffect]:
         return self.do(RequestArrived(make_request(name, 4, 2), pinned_pair=ChosenPair(prefill, decode)))
@@ -198,7 +218,12 @@ class FakeDeployment:
         return self.do(WorkerSaid(worker, message))
 
     def join(
-        self, name: str, ended: str = "", kv_class: str = "", keep_classes: tuple[str, ...] = ("raw",)
+        self,
+        name: str,
+        ended: str = "",
+        kv_class: str = "",
+        keep_classes: tuple[str, ...] = ("raw",),
+        traits: tuple[str, ...] | None = None,
     ) -> list[RelayEffect]:
         """A worker starts with a pool of `kv_class`, or starts again; then `ended` is how it ended before.
 
@@ -217,6 +242,7 @@ class FakeDeployment:
             slabs=self.slabs,
             kv_class=kv_class,
             keep_classes=keep_classes,
+            traits=self.traits if traits is None else traits,
         )
         return over + self.say(name, self.workers[name].hello)
 
@@ -245,11 +271,11 @@ class FakeDeployment:
     # ---- what workers do with what they hold; all of it goes to their outbox
 
     def first(self, name: str, key: tuple[str, int], finish: str | None = None, offer: bool = True) -> None:
-        """A prefill worker has read a prompt."""
+        """A prefill worker has read a prompt. It draws no token that is deferred."""
         worker = self.workers[name]
-        position = worker.held[key]
+        tokens, finish = ([], None) if key in worker.deferred else ([worker.held[key]], finish)
         worker.outbox.append(
-            Step([Output(*key, [position], finish=finish, seconds={"queue": 0.0, "prefill": 0.0})])
+            Step([Output(*key, tokens, finish=finish, seconds={"queue": 0.0, "prefill": 0.0})])
         )
         if finish:
             del worker.held[key]
@@ -292,6 +318,10 @@ class FakeDeployment:
         elif isinstance(effect, DeliverTokens):
             assert effect.request not in self.terminal, f"{effect} after the end"
             self.tokens[effect.request] += effect.output.tokens
+            if effect.output.tokens:
+                self.spoke[effect.request].add(effect.output.epoch)
+        elif isinstance(effect, StageEntered) and effect.stage is RequestStage.PREFILLED:
+            self.prefilled.add(effect.request)
         elif isinstance(effect, RequestQueued):
             self.waiting.add(effect.request)
         elif isinstance(effect, AttemptBegan):
@@ -347,8 +377,13 @@ class FakeDeployment:
         worker.held[key] = len(order.output)
         if isinstance(order, Generate):
             worker.local.add(key)
-        elif isinstance(order, Prefill) and order.stage:
-            worker.staged.add(key)
+        elif isinstance(order, Prefill):
+            assert not (order.defer_first and (order.stage or order.output)), order
+            if order.stage:
+                worker.staged.add(key)
+            if order.defer_first:
+                worker.deferred.add(key)
+                self.num_deferred += 1
         elif isinstance(order, Admit) and not order.ticket:
             worker.early.add(key)
 
@@ -364,10 +399,17 @@ def linked_deployment(
     limits: AdmissionLimits | None = None,
     local_prefill: str = "never",
     gb_per_s: float = 1e6,
+    traits: tuple[str, ...] = TRAITS,
 ) -> FakeDeployment:
     """A world in which all workers are up and linked."""
     world = FakeDeployment(
-        *workers, split=split, slabs=slabs, limits=limits, local_prefill=local_prefill, gb_per_s=gb_per_s
+        *workers,
+        split=split,
+        slabs=slabs,
+        limits=limits,
+        local_prefill=local_prefill,
+        gb_per_s=gb_per_s,
+        traits=traits,
     )
     for worker in workers:
         world.flush(worker)

@@ -25,10 +25,11 @@ from diptych.messages import (
     ToGateway,
     WorkerStats,
 )
-from diptych.request import RequestStage
+from diptych.request import TRAITS, RequestStage
 from router.effects import ClientGone, ClockTick, StopFound, WorkerCommand
 from router.requests.admission import AdmissionLimits
 from router.requests.attempts import MAX_FAILURES, MAX_LOSSES
+from router.requests.continuable import can_continue
 from router.requests.timers import LEASED_STAGES
 from tests.unit.router.fake_deployment import LEASE_S, FakeDeployment
 
@@ -55,6 +56,7 @@ class RelayMachine(RuleBasedStateMachine):
     """2 + 2 workers with pools of eight slabs, over links so slow that whatever can be staged is."""
 
     split, local_prefill = True, "never"
+    traits: tuple[str, ...] = TRAITS
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +69,7 @@ class RelayMachine(RuleBasedStateMachine):
             local_prefill=self.local_prefill,
             recovery_s=PATIENCE_S,
             gb_per_s=0.01,
+            traits=self.traits,
         )
         self.graves: list[tuple[str, ToGateway]] = []  # said by lives and links that are known to be over
         self.given: dict[str, int] = {}  # orders to drain or to change pools: to which life of whom
@@ -102,7 +105,10 @@ class RelayMachine(RuleBasedStateMachine):
             source = self.one([*PREFILL], prompt) if self.split else None
             self.world.canary(name, source, self.one([*DECODE], prompt))
         else:
-            self.world.arrive(name, prompt, deadline_s=self.world.now_s + limit_s)
+            # One in two is greedy, so that any worker can continue it.
+            self.world.arrive(
+                name, prompt, deadline_s=self.world.now_s + limit_s, temperature=float(prompt % 2)
+            )
 
     @precondition(lambda self: self.world.relay.live)
     @rule(index=PICK, stops=st.booleans())
@@ -314,7 +320,8 @@ class RelayMachine(RuleBasedStateMachine):
         queued = sum(
             len(live.request.prompt)
             for live in relay.live.values()
-            if live.request.stage in unprefilled and not live.request.output and not live.pinned
+            if live.request.stage in unprefilled
+            and not (live.request.output or live.request.id in self.world.prefilled or live.pinned)
         )
         assert relay.admission.queued_tokens == queued
 
@@ -327,7 +334,9 @@ class RelayMachine(RuleBasedStateMachine):
             if not worker.alive or worker.life != life or member is None:
                 continue
             on_the_way = [
-                one for one in relay.ledger.requests_at(name) if name not in relay.live[one].holders
+                one
+                for one in relay.ledger.requests_at(name)
+                if name not in relay.live[one].holders or relay.live[one].stays_at(name)
             ]
             assert member.draining and (worker.must_drain or on_the_way), name
             self.kept_back += not worker.must_drain
@@ -340,6 +349,14 @@ class RelayMachine(RuleBasedStateMachine):
             states = [relay.live[request] for request in relay.ledger.requests_at(name)]
             reading = [live.prefill_kv_tokens for live in states if live.source == name and not live.pinned]
             assert len(reading) < 2 or sum(reading) <= worker.slabs * CHUNK_TOKENS, name
+
+    @invariant()
+    def who_cannot_be_continued_has_one_worker(self) -> None:
+        """Its tokens are those of one attempt; and nobody continues what was not drawn by him."""
+        for request, epochs in self.world.spoke.items():
+            state = self.world.relay.live.get(request)
+            if state is not None and not can_continue(state.request.sampling, self.traits):
+                assert len(epochs) == 1, request
 
     @invariant()
     def tokens_are_in_order(self) -> None:
@@ -373,6 +390,13 @@ class LocalPrefillMachine(RelayMachine):
 
 class ColocatedMachine(RelayMachine):
     split = False
+
+
+class LimitedRelayMachine(RelayMachine):
+    """No worker can continue what another one has begun, unless it is greedy."""
+
+    local_prefill = "fallback"
+    traits = ()
 
 
 class WildRelayMachine(RelayMachine):

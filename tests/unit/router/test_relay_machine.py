@@ -34,6 +34,7 @@ from tests.unit.router.relay_machines import (
     SILENT,
     WORKER_TROUBLES,
     ColocatedMachine,
+    LimitedRelayMachine,
     LocalPrefillMachine,
     RelayMachine,
     WildRelayMachine,
@@ -51,7 +52,9 @@ TestOrderly = RelayMachine.TestCase
 TestLocal = LocalPrefillMachine.TestCase
 TestColocated = ColocatedMachine.TestCase
 TestWild = WildRelayMachine.TestCase
+TestLimited = LimitedRelayMachine.TestCase
 TestOrderly.settings = TestLocal.settings = TestColocated.settings = TestWild.settings = NORMAL
+TestLimited.settings = NORMAL
 
 
 # ---- the same stories, played fast
@@ -134,14 +137,18 @@ def tell(story: RelayMachine, r: random.Random) -> int:
 
 
 @pytest.mark.parametrize("wanted", [8_000, pytest.param(33_400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [RelayMachine, LocalPrefillMachine, ColocatedMachine])
+@pytest.mark.parametrize("kind", [RelayMachine, LocalPrefillMachine, ColocatedMachine, LimitedRelayMachine])
 def test_very_many_steps(kind: type[RelayMachine], wanted: int) -> None:
     steps, seed, kept_back, seen, often = 0, 0, 0, Counter[type](), wanted // 400
+    deferred = cut = 0
     while steps < wanted:
         story = kind()
         steps += tell(story, random.Random(f"{kind.__name__} {seed}"))
         seed, seen, kept_back = seed + 1, seen + story.world.seen, kept_back + story.kept_back
+        deferred, ends = deferred + story.world.num_deferred, story.world.terminal.values()
+        cut += sum(isinstance(end, FailRequest) and end.failure.code == "not_continuable" for end in ends)
     assert min(seen[known] for known in EVERYWHERE) > often, seen
     assert not kind.split or min(seen[known] for known in (Admit, Staging, Fetch, KvMoved)) > often, seen
     assert kind.split == (kept_back > often)
-    assert (kind is LocalPrefillMachine) == (seen[Locally] > often) and seen[RequestQuarantined], seen
+    assert (kind is LimitedRelayMachine) == (min(deferred, cut) > often) and (not kind.traits or not cut)
+    assert (kind.local_prefill == "fallback") == (seen[Locally] > often) and seen[RequestQuarantined], seen

@@ -43,7 +43,7 @@ LONG = (
     "system/test_secrets.py", "system/test_bench.py", "system/test_plan.py", "unit/benchmarks/test_sim_accuracy.py",
     "system/test_keep_serving.py", "system/test_cluster.py", "system/test_wheel.py", "system/test_compose.py",
     "system/test_bulk_serving.py", "engine/offload/test_offload_moves.py", "system/batches/test_killed_batches.py",
-    "system/test_emulated_device.py",
+    "system/test_emulated_device.py", "system/test_limited_workers.py",
 )  # fmt: skip
 
 

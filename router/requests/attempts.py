@@ -146,23 +146,7 @@ class Attempts:
         if state.first_queued_s is None:
             state.first_queued_s = now_s
         self.enter_stage(state, RequestStage.QUEUED, now_s)
-        what = list(request.prompt), list(request.output), request.sampling
-        remaining_s = request.deadline_s - now_s
-        if pair.prefill:
-            kv = state.staged, version.kv_class, request.keep
-            order: ToWorker = Prefill(
-                request.id,
-                request.epoch,
-                *what,
-                remaining_s,
-                request.tenancy,
-                *kv,
-                defer_first=state.deferred,
-            )
-        else:
-            kept = version.kv_class, request.keep
-            order = Generate(request.id, request.epoch, *what, remaining_s, request.tenancy, *kept)
-        self.send_message(first, order)
+        self.send_message(first, _build_order(state, version.kv_class, request.deadline_s - now_s))
         state.holders = {first}
         self.effects.append(
             AttemptBegan(
@@ -363,3 +347,13 @@ class Attempts:
         state.reported_moments.add(moment)
         if not (state.pinned or state.bulk):
             self.effects.append(StageDurations(state.request.id, seconds))
+
+
+def _build_order(state: RequestState, kv_class: str, remaining_s: float) -> Prefill | Generate:
+    """The order with which an attempt begins, at the worker that prefills."""
+    request = state.request
+    what = request.id, request.epoch, list(request.prompt), list(request.output), request.sampling
+    if state.source is None:
+        return Generate(*what, remaining_s, request.tenancy, kv_class, request.keep)
+    kv = state.staged, kv_class, request.keep
+    return Prefill(*what, remaining_s, request.tenancy, *kv, defer_first=state.deferred)

@@ -352,7 +352,7 @@ def test_an_order_does_not_wait_for_answers_that_can_go_on_elsewhere() -> None:
         assert messages_to(world.do(WorkerCommand(name, Drain())), name) == [Drain()]
 
 
-def test_a_prefill_worker_is_told_at_once() -> None:
+def test_a_prefill_worker_gets_its_order_at_once() -> None:
     world = limited_deployment("prefill-0", "prefill-1", "decode-0")
     bring_to_first_token(world)
     assert messages_to(world.do(WorkerCommand("prefill-0", Drain())), "prefill-0") == [Drain()]

@@ -287,7 +287,7 @@ class Station:
         self.name, self.role, self.line = name, role, Line(lambda message: world.hear(name, message))
         limits = _engine_limits(machine, 1, deployment)
         self.holdings, self.books = build_allocator(limits, deployment.prefix_caching), LatestStats()
-        self.arenas = dict(limits.arena_slabs)
+        self.arenas, self.traits = dict(limits.arena_slabs), deployment.traits
         work_on = {one.name: one.work for one in deployment.kv_classes}
         self.fiber = Fiber(world.agenda, self._live)
         self.line.fiber = self.fiber
@@ -348,6 +348,7 @@ class Station:
             endpoints,
             kv_classes={name: (count, toy_layout(name).chunk_bytes) for name, count in self.arenas.items()},
             keep_classes=[] if self.keep is None else [RAW_CLASS],
+            traits=self.traits,
         )
 
 

@@ -169,6 +169,14 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True),
         trace(120, 50.0, 6, shared=True),
     ),
+    "2P2D, first tokens by decode workers": (
+        deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True, traits=()),
+        trace(120, 50.0, 18, shared=True),
+    ),
+    "1P1D, first tokens by decode workers, hardly any room": (
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 15, traits=()),
+        trace(80, 40.0, 19, spread=1.6),
+    ),
     "colocated": (deployed((BOTH, 2)), trace(120, 30.0, 7)),
     "colocated, hardly any room": (deployed((BOTH, 1), kv_tokens=64 * 15), trace(60, 30.0, 8, spread=1.6)),
     "colocated, tight TPOT": (deployed((BOTH, 2), tpot_s=8e-3), trace(100, 30.0, 9)),

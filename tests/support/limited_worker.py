@@ -45,7 +45,7 @@ def make_limited_hello(*arguments: Any) -> Hello:
 def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
     """Run a worker as it is, but for its traits."""
     Sampler.open = open_as_prompt  # type: ignore[method-assign]
-    role_lifecycle.make_hello = make_limited_hello
+    role_lifecycle.make_hello = make_limited_hello  # type: ignore[assignment]
     return run_real_worker(spec, supervisor)
 
 

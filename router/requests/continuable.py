@@ -27,16 +27,9 @@ def traits_to_continue(sampling: SamplingParams) -> frozenset[str]:
     A repetition penalty counts the prompt too, so it makes no difference which tokens are counted as the prompt.
     Without a seed of the client's, or with temperature 0, there is no noise that has to be the same.
     """
-    if sampling.grammar is None and sampling.temperature == 0 and not _counts_output(sampling):
-        return NO_TRAITS
     needs = {
-        GRAMMAR: sampling.grammar is not None,
-        PENALTIES: _counts_output(sampling),
+        GRAMMAR: sampling.grammar is not None or sampling.thought is not None,
+        PENALTIES: bool(sampling.presence_penalty or sampling.frequency_penalty),
         SEED: sampling.seeded and sampling.temperature > 0,
     }
     return frozenset(trait for trait, needed in needs.items() if needed)
-
-
-def _counts_output(sampling: SamplingParams) -> bool:
-    """Whether any penalty depends on which tokens belong to the answer."""
-    return bool(sampling.presence_penalty or sampling.frequency_penalty)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, Grammar, SamplingParams
+from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, Grammar, SamplingParams, ThoughtBudget
 from router.requests.continuable import can_continue, traits_to_continue
 
 PLAIN = SamplingParams(max_tokens=8, seed=1, temperature=0.0)
@@ -51,6 +51,11 @@ def test_either_penalty_of_the_answer_counts(name: str, value: float) -> None:
     assert traits_to_continue(msgspec.structs.replace(PLAIN, **{name: value})) == {PENALTIES}
 
 
+def test_a_budget_of_thoughts_follows_the_answer_as_a_grammar_does() -> None:
+    thought = ThoughtBudget(begin=(3,), ends=(4,), tokens=5)
+    assert traits_to_continue(msgspec.structs.replace(PLAIN, thought=thought)) == {GRAMMAR}
+
+
 def test_noise_that_no_client_asked_for_may_be_any() -> None:
     sampling = msgspec.structs.replace(PLAIN, temperature=1.0, seeded=False)
     assert can_continue(sampling, ())
@@ -60,5 +65,5 @@ def test_noise_that_no_client_asked_for_may_be_any() -> None:
 def test_every_field_was_considered() -> None:
     """A new field of sampling has to be among the needs or among what is harmless."""
     considered = {name for changes in NEEDS.values() for name in changes} | set(HARMLESS)
-    considered |= {"frequency_penalty", "seeded", "seed", "max_tokens"}
+    considered |= {"frequency_penalty", "thought", "seeded", "seed", "max_tokens"}
     assert considered == set(SamplingParams.__struct_fields__)

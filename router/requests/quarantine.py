@@ -333,5 +333,5 @@ class CrashQuarantine:
 
 def _encode_sampling(sampling: SamplingParams) -> bytes:
     """Sampling parameters without the seed; equal parameters give equal bytes."""
-    plain = msgspec.to_builtins(msgspec.structs.replace(sampling, seed=0), str_keys=True)
+    plain = msgspec.to_builtins(msgspec.structs.replace(sampling, seed=0, seeded=True), str_keys=True)
     return msgspec.json.encode(plain, order="deterministic")

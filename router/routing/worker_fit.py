@@ -21,7 +21,7 @@ def find_misfit(hello: Hello, tokenizer: str = "", kv_keep: float = 1.0) -> str 
         return f"its tokenizer is {theirs}, and the gateway's is {tokenizer}: start both with the same model"
     if hello.keep_classes and not set(TRAITS).issubset(hello.traits):
         lacks = " and ".join(trait for trait in TRAITS if trait not in hello.traits)
-        return f"it can evict KV, and cannot continue answers exactly ({lacks}): start it with a keep of 1"
+        return f"it evicts KV, but cannot continue {lacks} exactly: only workers that do both may evict"
     default = AUTO_CLASS if hello.kv_auto else next(iter(classes_of(hello)))
     if kv_keep < 1 and default not in hello.keep_classes:
         able = " and ".join(hello.keep_classes) or "none"

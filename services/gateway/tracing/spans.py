@@ -159,7 +159,7 @@ def _attempt_stages(
         for stage in ATTEMPT_STAGES:
             if stage in placed:
                 yield TraceSpan(stage, *placed[stage], b"")
-    elif attempt.token_s is not None:
+    elif attempt.token_s is not None and attempt.began.epoch:
         yield TraceSpan("reprefill", attempt.begun_s, attempt.token_s, b"")
     yield from _handoff_spans(attempt)
     decode_s = attempt.second_s or attempt.pulled_s or attempt.token_s

@@ -186,6 +186,11 @@ class Exchange:
     ended: str = ""
 
     @property
+    def defers(self) -> bool:
+        """Whether the decode worker draws its first token: about one in two that are not staged."""
+        return not self.stage and self.tokens > 1 and len(self.prompt) % 2 == 1
+
+    @property
     def written(self) -> list[int]:
         return self.first + self.rest
 
@@ -262,7 +267,15 @@ class BufferedBench:
 
     def _begin(self, one: Exchange) -> None:
         order = Prefill(
-            one.name, one.epoch, one.prompt, [], sampling(one.tokens), 1e6, one.tenancy, one.stage
+            one.name,
+            one.epoch,
+            one.prompt,
+            [],
+            sampling(one.tokens),
+            1e6,
+            one.tenancy,
+            one.stage,
+            defer_first=one.defers,
         )
         self.prefill.line.inbox.append(order)
 

@@ -88,6 +88,8 @@ def test_hand_offs_with_threads(late: bool, record_property: RecordProperty) -> 
             report_hand_offs(bench, record_property)
         assert sum(one.ended == "length" for one in bench.exchanges.values()) == count
         assert bench.retries == 0
+        deferred = [one for one in bench.exchanges.values() if one.defers]
+        assert deferred and not any(one.first for one in deferred), "decode workers drew their first tokens"
         bench.check_rest()
     finally:
         bench.courier.close()

@@ -19,7 +19,7 @@ from router.effects import (
     StageEntered,
     TelemetryEffect,
 )
-from services.gateway.metrics.prometheus import TTFT_STAGES
+from services.gateway.metrics.prometheus import HANDOFF_STAGES, TTFT_STAGES
 from services.gateway.metrics.timeline import SequenceTimeline
 from services.gateway.outcomes import SequenceRecord
 from services.gateway.tracing.spans import RequestTrace, TracedSequence, TraceSpan, build_spans
@@ -86,6 +86,36 @@ def test_a_request_that_lost_two_workers() -> None:
     assert parents["reprefill"] == attempts[2].span_id
     assert all(span.attributes["diptych.sequence"] == "cmpl-1" for span in spans)
     assert len({span.span_id for span in (root, *spans)}) == len(spans) + 1
+
+
+def test_a_first_token_that_the_decode_worker_drew() -> None:
+    """One attempt was lost when its prompt was computed. All stages sum to the TTFT, those of the hand-off too."""
+    trace = trace_of(
+        [
+            (11.0, AttemptBegan("a", 0, ChosenPair("p0", "d0"), False)),
+            (13.0, StageEntered("a", RequestStage.PREFILLED)),
+            (14.0, AttemptRetried("a", "worker_lost", 1, 0, "p0 is lost")),
+            (15.0, AttemptBegan("a", 1, ChosenPair("p1", "d1"), False)),
+            (17.0, StageEntered("a", RequestStage.PREFILLED)),
+            (20.0, StageEntered("a", RequestStage.DECODING)),
+            (20.0, KvMoved("a", "p1", "d1", "shm", 4096, 2.0)),
+            (21.0, StageDurations("a", FIRST | SECOND)),
+        ]
+    )
+    traced = trace.sequences[0]
+    traced.record.first_written_s = 21.25
+    spans = build_spans(trace)
+    assert {name: named(spans, name) for name in {span.name for span in spans[1:]}} == {
+        "admission": [(10.0, 11.0)], "retry": [(11.0, 15.0)], "prefill_queue": [(15.0, 15.5)],
+        "prefill": [(15.5, 16.5)], "deliver": [(16.5, 17.0)], "write": [(21.0, 21.25)],
+        "attempt": [(11.0, 14.0), (15.0, 30.0)],
+        "decode_admission": [(17.0, 18.0)], "transfer": [(18.0, 20.0)], "first_decode": [(20.0, 21.0)],
+        "transfer.hidden": [(20.0, 20.0)], "transfer.exposed": [(20.0, 20.0)],
+        "decode": [(21.0, 30.0)],
+    }  # fmt: skip
+    staged = [span for span in spans if span.name in (*TTFT_STAGES, *HANDOFF_STAGES)]
+    assert sum(span.end_s - span.start_s for span in staged) == 11.25
+    assert traced.timeline.handoff_stages == {}, "they are no stages between two tokens"
 
 
 def test_attempts_that_evict_say_so_and_the_last_one_what_it_kept() -> None:

@@ -71,6 +71,8 @@ class FailureReason(StrEnum):
     PREPARATION_TIMEOUT = "preparation_timeout"
     TOO_MANY_CONNECTIONS = "too_many_connections"
     TENANT_CONNECTIONS_FULL = "tenant_connections_full"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    PROMPT_ABOVE_RATE = "prompt_above_rate"
     BODY_MEMORY_FULL = "body_memory_full"
     ANSWER_MEMORY_FULL = "answer_memory_full"
     TOO_MANY_UPLOADS = "too_many_uploads"
@@ -175,6 +177,9 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.TENANT_CONNECTIONS_FULL: FailureRule(
         429, 1.0, code="too_many_connections", party=Party.CLIENT
     ),
+    FailureReason.RATE_LIMIT_EXCEEDED: FailureRule(429, 1.0, party=Party.CLIENT),
+    # It never fits into the tokens per minute of its key.
+    FailureReason.PROMPT_ABOVE_RATE: FailureRule(429, code="rate_limit_exceeded", party=Party.CLIENT),
     FailureReason.BODY_MEMORY_FULL: FailureRule(503, 1.0),
     # Its client asks for more at once than there is memory for.
     FailureReason.ANSWER_MEMORY_FULL: FailureRule(503, party=Party.CLIENT),
@@ -196,6 +201,9 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.DEADLINE_EXCEEDED: FailureRule(504),
     FailureReason.INTERNAL_ERROR: FailureRule(500),
 }
+
+# Refusals by the rates of an API key, however much room there is.
+RATE_REASONS = frozenset({FailureReason.RATE_LIMIT_EXCEEDED, FailureReason.PROMPT_ABOVE_RATE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +262,7 @@ class RequestFailure:
     @property
     def is_overload(self) -> bool:
         """Whether the service had no room for the request, as opposed to a fault of the request."""
-        return self.status in OVERLOAD_STATUSES
+        return self.status in OVERLOAD_STATUSES and self.reason not in RATE_REASONS
 
     def error_body(self) -> dict[str, dict[str, str | None]]:
         """OpenAI's error object, always with all four keys."""

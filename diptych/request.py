@@ -92,6 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 # and a budget of thoughts, penalties that count the tokens of the answer, and the noise of a seed.
 GRAMMAR, PENALTIES, SEED = TRAITS = ("grammar", "penalties", "seed")
 
+# The priorities that a client may ask for; lower ones are served sooner.
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
 # The priority of bulk work, such as the lines of a batch: below every priority that a client may ask for.
 BULK_PRIORITY = 1000
 

@@ -219,6 +219,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shares: StorageShares = StorageShares()
     # URL to which traces are sent as OTLP over HTTP; None means that nothing is traced.
     otlp_traces_endpoint: str | None = None
+    # The file of API keys with names and rates, which the gateway watches; None: there is none.
+    keys_file: str | None = None
     # Share of the requests that are traced, of those whose client has not decided it.
     trace_sample: float = 1.0
     # Whether to keep records of the traffic for a replanner, which reads them with the admin key.

@@ -6,7 +6,7 @@ Every mistake is a `ConfigError` that names the source, the value, and what woul
 from __future__ import annotations
 
 import os
-import stat
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ from diptych.config.options import Config
 from diptych.config.sources import CommandLineSource, EnvironmentSource, FileSource, SettingsSource
 from diptych.config.values import check_key, show_value
 from diptych.errors import ConfigError
-
-# Permission bits that a key file may not have. Its group may read it, as some orchestrators mount secrets that way.
-OPEN_TO_OTHERS = 0o027
+from diptych.keys.key_file import read_key_file
+from diptych.keys.named_key import digest_key
+from diptych.keys.private_file import read_private_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,14 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
     if (
         command != "dashboards"
         and not config.local_only
-        and not (config.api_key or config.api_key_file or config.priority_keys or config.insecure)
+        and not (
+            config.api_key or config.api_key_file or config.priority_keys or config.keys or config.insecure
+        )
     ):
         raise ConfigError(
             f"{config.host} can be reached from other machines, and no API key is set",
             f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
-            "--api-key KEY or --api-key-file FILE; or --insecure to serve everyone",
+            "--api-key KEY, --api-key-file FILE or --keys FILE; or --insecure to serve everyone",
         )
     if "trace_sample" in loaded.origins and config.otlp_traces_endpoint is None:
         raise ConfigError(
@@ -207,7 +209,7 @@ class ApiKeys:
 
 
 def collect_api_keys(loaded: LoadedConfig) -> ApiKeys:
-    """All API keys, those of `api_key_file` and `priority_keys` included.
+    """All API keys, those of `api_key_file` and `priority_keys` included. The file of `keys` is only checked.
 
     Call it once: each file is read, and one that is a pipe can be read once only.
 
@@ -215,7 +217,12 @@ def collect_api_keys(loaded: LoadedConfig) -> ApiKeys:
         ConfigError: a file is missing, unreadable, another user's, open to others, or holds no keys.
     """
     named, urgent = _read_key_file(loaded, "api_key_file"), _read_key_file(loaded, "priority_keys")
-    return ApiKeys(tuple(dict.fromkeys([*loaded.config.api_key, *named, *urgent])), urgent)
+    every = tuple(dict.fromkeys([*loaded.config.api_key, *named, *urgent]))
+    if loaded.config.keys is not None:
+        read_key_file(loaded.config.keys, loaded.origin_of("keys"), frozenset(map(digest_key, every)))
+        # Their text is not kept, so the deployment has a key for its own questions.
+        every = every or (secrets.token_hex(24),)
+    return ApiKeys(every, urgent)
 
 
 # What the key opens, by the setting that holds it. The setting NAME_file names a file with the key instead.
@@ -249,26 +256,8 @@ def _read_key_file(loaded: LoadedConfig, name: str) -> tuple[str, ...]:
     file: Path | None = getattr(loaded.config, name)
     if file is None:
         return ()
-    try:
-        with file.open(encoding="utf-8") as opened:
-            state, lines = os.fstat(opened.fileno()), opened.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(
-            f"the key file {file} cannot be read", f"{reason} (from {loaded.origin_of(name)})",
-            f"make it:  (umask 077; openssl rand -hex 24 > {file})",
-        ) from None  # fmt: skip
-    if state.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"the key file {file} belongs to another user",
-            f"to user {state.st_uid}, and this process is user {os.geteuid()}",
-            f"chown {os.geteuid()} {file}, if its content is yours; else make a new one",
-        )
-    if state.st_mode & OPEN_TO_OTHERS:
-        mode = stat.S_IMODE(state.st_mode)
-        raise ConfigError(
-            f"the key file {file} is open to other users", f"its mode is {mode:04o}", f"chmod 600 {file}"
-        )
+    make = f"make it:  (umask 077; openssl rand -hex 24 > {file})"
+    lines = read_private_file(file, loaded.origin_of(name), make).splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

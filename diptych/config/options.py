@@ -258,6 +258,9 @@ class Config(BaseSettings):
     priority_keys: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
         Field(default=None, description="More API keys, which may ask for a priority below 0")
     )
+    keys: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
+        default=None, description="API keys with names and rates, watched for changes"
+    )
     metrics_key: Annotated[Secret | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
         default=None, description="Key for /metrics, instead of API keys"
     )

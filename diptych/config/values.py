@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic_core import CoreSchema, core_schema
 
+from diptych.keys.key_text import MIN_KEY_CHARS, check_key_text
+
 Parse = Callable[[Any], Any]
 JsonSchema = dict[str, Any]
 
-# Secrets with fewer characters are refused, since they can be guessed.
-MIN_KEY_CHARS = 16
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 # vLLM's spelling: a lower-case letter counts in thousands, an upper-case one in 1024s; the long forms are unambiguous.
@@ -290,16 +290,7 @@ def _parse_keys(value: Any) -> tuple[str, ...]:
 
 def check_key(value: Any) -> str:
     """The secret without the space around it. Raises ValueError with the reason if it cannot be one."""
-    found = _parse_text(value).strip()
-    if not found.isprintable():
-        raise ValueError("has a line break or another control character, which no client can send")
-    if "," in found:
-        raise ValueError("has a comma: one value is one key, several keys go into a file, one per line")
-    if len(found) < MIN_KEY_CHARS:
-        raise ValueError(
-            f"is too short: a key has at least {MIN_KEY_CHARS} characters (openssl rand -hex 24)"
-        )
-    return found
+    return check_key_text(_parse_text(value))
 
 
 def path(metavar: str = "FILE") -> ValueKind:

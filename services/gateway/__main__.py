@@ -44,6 +44,10 @@ from services.gateway.batches.batch_service import BatchesOff, BatchService, ope
 from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.access_keys import AccessKeys, BearerKeys
+from services.gateway.keys.key_metrics import KeyCollector
+from services.gateway.keys.key_watch import KeyFileWatch, open_named_keys
+from services.gateway.keys.named_keys import NamedKeys
+from services.gateway.keys.rated_backend import RatedBackend
 from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
@@ -167,22 +171,17 @@ async def serve_gateway(
     hub = make_hub(spec)
     exporter = make_exporter(spec, metrics)
     backend = RelayBackend(relay, hub, metrics, request_log=request_log)
-    service = make_service(spec, rules, backend, preparers)
+    named, key_watch = open_named_keys(spec.keys_file, spec.api_keys) if spec.keys_file else (None, None)
+    service = make_service(spec, rules, backend, preparers, named)
     model = spec.served_names[0]
     metrics.watch_workers(backend.worker_stats, backend.link_speeds, model, spec.prefix_caching)
-    prober = CanaryProber(
-        backend,
-        metrics,
-        [rules.tokenizer.start_id] * CANARY_PROMPT_LENGTH,
-        (spec.num_prefill, spec.num_decode),
-        only_batches=spec.bulk_only,
-    )
+    prober = make_prober(spec, rules, backend)
     wanted = prober.wanted_workers
     metrics.registry.register(DeploymentCollector(diptych_version(), model, service.fingerprint, wanted))
-    opened = open_batches(spec, service, relay)
+    opened = open_batches(spec, service, relay, named)
     batches = opened if isinstance(opened, BatchService) else None
-    keys = access_keys(spec)
-    app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened)
+    keys = access_keys(spec, named)
+    app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened, key_watch)
     server = GatewayServer(
         app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections, keys
     )
@@ -203,6 +202,7 @@ async def serve_gateway(
                 preparers.wait_for_failure(),
                 observe_loop_lag(metrics),
                 *([batches.feeder.run_forever()] if batches is not None else []),
+                *([key_watch.run_forever()] if key_watch is not None else []),
             )
     finally:
         service.close()
@@ -212,7 +212,20 @@ async def serve_gateway(
         close_writers(log_file, exporter)
 
 
-def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> BatchService | BatchesOff:
+def make_prober(spec: GatewaySpec, rules: RequestRules, backend: RelayBackend) -> CanaryProber:
+    """What sends canaries through the workers."""
+    return CanaryProber(
+        backend,
+        backend.metrics,
+        [rules.tokenizer.start_id] * CANARY_PROMPT_LENGTH,
+        (spec.num_prefill, spec.num_decode),
+        only_batches=spec.bulk_only,
+    )
+
+
+def open_batches(
+    spec: GatewaySpec, service: GatewayService, relay: Relay, named: NamedKeys | None = None
+) -> BatchService | BatchesOff:
     """Files and batches, or why they are off. Raises StartError if the data directory that is needed cannot be used."""
     if spec.data_dir is None:
         return BatchesOff()
@@ -223,7 +236,7 @@ def open_batches(spec: GatewaySpec, service: GatewayService, relay: Relay) -> Ba
             service,
             lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
             spec.shares,
-            tenants_of_keys(spec.api_keys),
+            tenants_of_keys(spec.api_keys) if named is None else named.tenants,
         )
     except StartError as error:
         if not spec.data_dir_optional:
@@ -239,13 +252,17 @@ def count_line_shares(hello: Hello) -> int:
 
 
 def make_service(
-    spec: GatewaySpec, rules: RequestRules, backend: RelayBackend, preparers: PreparerPool
+    spec: GatewaySpec,
+    rules: RequestRules,
+    backend: RelayBackend,
+    preparers: PreparerPool,
+    named: NamedKeys | None = None,
 ) -> GatewayService:
-    """The service behind the routes, with the time limits of `spec`."""
+    """The service behind the routes, with the time limits of `spec`, and the rates of `named` keys."""
     relay, metrics = backend.relay, backend.metrics
     return GatewayService(
         rules,
-        backend,
+        backend if named is None else RatedBackend(backend, named),
         metrics,
         preparers,
         lambda: system_fingerprint(relay),
@@ -295,10 +312,10 @@ def make_hub(spec: GatewaySpec) -> ChannelHub:
     )
 
 
-def access_keys(spec: GatewaySpec) -> AccessKeys:
-    """All keys that `spec` gives."""
+def access_keys(spec: GatewaySpec, named: NamedKeys | None = None) -> AccessKeys:
+    """All keys that `spec` gives. `named` are its API keys if some of them have names."""
     return AccessKeys(
-        BearerKeys(spec.api_keys),
+        BearerKeys(spec.api_keys) if named is None else named,
         BearerKeys([spec.admin_key] if spec.admin_key else []),
         {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)},
         BearerKeys(spec.priority_keys),
@@ -314,22 +331,40 @@ def build_http_app(
     metrics: GatewayMetrics,
     exporter: OtlpExporter | None,
     batches: BatchService | BatchesOff,
+    key_watch: KeyFileWatch | None = None,
 ) -> ASGIApp:
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
     if spec.replan:
         service.outcomes.add_sink(traffic := TrafficFeed())
         replanning = ReplanRoute(traffic, prober, metrics)
+    if key_watch is not None and shows_names(spec):
+        metrics.registry.register(KeyCollector(key_watch.keys))
     admin = AdminRoutes(backend, replanning) if spec.admin_key else None
     feeder, off = (None, str(batches)) if isinstance(batches, BatchesOff) else (batches.feeder, "")
-    # With several API keys, and none for operators, every tenant reads /status.
-    named = bool(spec.status_keys) or len(spec.api_keys) <= 1
     probes = LiveHealthProbes(
-        service, backend, prober, replanning, spec.plan_note, feeder, spec.bulk_plan, off, named
+        service,
+        backend,
+        prober,
+        replanning,
+        spec.plan_note,
+        feeder,
+        spec.bulk_plan,
+        off,
+        shows_names(spec),
+        key_watch,
     )
     api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     return build_app(api, keys, spec.host, tracer)
+
+
+def shows_names(spec: GatewaySpec) -> bool:
+    """Whether `/status` and `/metrics` name keys and single batches.
+
+    With several API keys, and none for operators, every tenant reads them.
+    """
+    return bool(spec.status_keys) or (len(spec.api_keys) <= 1 and spec.keys_file is None)
 
 
 async def serve_with_tasks(
@@ -349,7 +384,7 @@ def admission_limits(spec: GatewaySpec) -> Openings:
         max_requests=spec.max_open_requests,
         max_queued_tokens=spec.max_queued_tokens,
         max_wait_s=spec.max_queue_wait_s,
-        shared=len(spec.api_keys) > 1,
+        shared=len(spec.api_keys) > 1 or spec.keys_file is not None,
     )
 
 

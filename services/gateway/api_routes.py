@@ -248,13 +248,13 @@ class ApiRoutes:
 
 
 def _caller_of(request: Request) -> Caller:
-    """The facts about the client that the service needs: arrival, tenant, timeout, priority right, and request id."""
+    """The facts about the client that the service needs: arrival, tenant, timeout, best priority, and request id."""
     state, headers = request.state, request.scope["headers"]
     return Caller(
         state.arrived_s,
         state.tenant,
         parse_timeout_header(headers),
-        state.urgent,
+        state.best_priority,
         getattr(state, "request_id", ""),
         parse_timings_header(headers),
         getattr(state, "client_id", ""),

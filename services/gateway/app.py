@@ -2,7 +2,7 @@
 
     UnreadBodyMiddleware ─▶ RequestIdMiddleware (id, count, 500) ─▶ RequestPacingMiddleware
         ─▶ TraceMiddleware (if traced) ─▶ CORSMiddleware ─▶ CrossOriginMiddleware (without API keys only)
-        ─▶ AuthMiddleware ─▶ RequestBodyMiddleware ─▶ routes
+        ─▶ AuthMiddleware ─▶ RateMiddleware (with --keys) ─▶ RequestBodyMiddleware ─▶ routes
 
 All middleware is plain ASGI, so nothing buffers a stream or hides a disconnect. A route reads its request's body
 itself, after every check that can refuse the request without reading it.
@@ -38,6 +38,9 @@ from services.gateway.http.request_body import (
 from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.http.request_pacing import RequestPacingMiddleware
 from services.gateway.http.trace_requests import TraceMiddleware
+from services.gateway.keys.key_rates import RATE_HEADERS
+from services.gateway.keys.named_keys import NamedKeys
+from services.gateway.keys.rated_backend import RateMiddleware
 from services.gateway.page.web_page import render_page
 from services.gateway.service import GENERATION_ROUTES
 from services.gateway.tracing.tracer import RequestTracer
@@ -69,6 +72,9 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )
+    named = keys.api if isinstance(keys.api, NamedKeys) else None
+    if named is not None:
+        layered = RateMiddleware(layered, named, api.service.outcomes, GENERATION_ROUTES.keys())
     layered = AuthMiddleware(layered, keys, host)
     if not keys.api:
         layered = CrossOriginMiddleware(layered)
@@ -85,6 +91,7 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
             KV_CLASS_HEADER,
             SERVER_TIMING_HEADER,
             "traceresponse",
+            *(RATE_HEADERS if named is not None else ()),
         ],
     )
     if tracer is not None:

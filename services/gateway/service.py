@@ -164,6 +164,9 @@ class GatewayService:
         ask = fit_worker_context(prepared.ask, self.context_tokens)
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))
+        if ask.origin.priority < caller.best_priority:
+            # It asks for none: its key's requests are behind those of others.
+            ask = replace(ask, origin=structs.replace(ask.origin, priority=caller.best_priority))
         if caller.bulk:
             # Lines of batches are below every request over HTTP, whatever priority they ask for.
             ask = replace(ask, origin=structs.replace(ask.origin, priority=BULK_PRIORITY))

@@ -13,6 +13,7 @@ from diptych.specs import BulkPlan
 from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.generation.relay_backend import RelayBackend
+from services.gateway.keys.key_watch import KeyFileWatch
 from services.gateway.metrics.workers import WorkerSnapshot
 from services.gateway.openai.schemas.response_schema import Readiness
 from services.gateway.ops.readiness import CanaryProber, CanaryRoute, WorkerPair
@@ -58,11 +59,14 @@ class LiveHealthProbes:
         bulk_plan: BulkPlan | None = None,
         batches_off: str = "",
         named_batches: bool = True,
+        key_watch: KeyFileWatch | None = None,
     ) -> None:
         """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
         batches; None if they are off, and `batches_off` says why. `bulk_plan` is that of workers that only do bulk
-        work, if there are. With `named_batches` single batches are in `/status`, whoever made them.
+        work, if there are. With `named_batches` single batches, and the names of keys, are in `/status`, whoever they
+        belong to. `key_watch` watches the file of the keys, if there is one.
         """
+        self._key_watch = key_watch
         self._named_batches = named_batches
         self._bulk_plan = bulk_plan
         self._feeder, self._batches_off = feeder, batches_off
@@ -122,7 +126,13 @@ class LiveHealthProbes:
             "plan": self._plan_status(),
             "errors": self._service.errors.report(now_s),
             "fleet_events": self._backend.fleet_events.report(now_s),
+            **self._key_status(now_s),
         }
+
+    def _key_status(self, now_s: float) -> dict[str, Any]:
+        """The keys of the file, if there is one."""
+        watch = self._key_watch
+        return {} if watch is None else {"keys": watch.report(self._named_batches, now_s)}
 
     def _plan_status(self) -> dict[str, Any]:
         """How many workers of each role there should be, and why; with a replanner, its last report."""

@@ -20,6 +20,7 @@ PURE = {
         "numba",
         "httpx",
     ),
+    "services.gateway.keys.key_rates": (*HEAVY, "asyncio", "zmq", "yaml"),
     "router.requests.relay": (*HEAVY, "asyncio", "zmq"),
     "router.routing.policy": (*HEAVY, "asyncio", "zmq"),
     "router.requests.admission": (*HEAVY, "asyncio", "zmq"),

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -127,9 +128,7 @@ def gateway_spec(
         local_prefill=config.local_prefill,
         kv_quality_budget=config.kv_budget_pct,
         kv_keep=config.kv_keep,
-        admin_key=config.admin_key,
-        metrics_keys=metrics_keys(config, bool(api_keys)),
-        status_keys=status_keys(config, bool(api_keys)),
+        **_access_settings(config, bool(api_keys)),
         request_log=str(config.request_log.absolute()) if config.request_log else None,
         data_dir=str(config.data_dir.absolute()) if isinstance(config.data_dir, Path) else None,
         max_file_bytes=config.max_file_bytes,
@@ -140,6 +139,16 @@ def gateway_spec(
         log_level=config.log_level,
         log_format=config.log_format,
     )
+
+
+def _access_settings(config: Config, keyed: bool) -> dict[str, Any]:
+    """Who may ask for what, and how they connect: fields of `GatewaySpec`. `keyed`: API keys are required."""
+    return {
+        "keys_file": str(config.keys.absolute()) if config.keys else None,
+        "admin_key": config.admin_key,
+        "metrics_keys": metrics_keys(config, keyed),
+        "status_keys": status_keys(config, keyed),
+    }
 
 
 def _tenant_shares(config: Config) -> StorageShares:

@@ -186,6 +186,8 @@ class BatchFeeder:
             due_s.append(expires_at - now)
         if self.lines.paused_s > now_s:
             due_s.append(self.lines.paused_s - now_s)
+        if (held_s := self.batches.release_held(now_s)) is not None:
+            due_s.append(held_s - now_s)
         if self.window.share < 1.0 and self.num_waiting:
             due_s.append(HELD_SLEEP_S)
         try:
@@ -205,6 +207,7 @@ class BatchFeeder:
             if (expired := self.batches.take_expired(now)) is None:
                 break
             self.batches.close(expired, "expired")
+        self.batches.release_held(time.monotonic())
         for touched in self.batches.take_touched(MAX_STEPS):
             self._advance_batch(touched)
         if (batch := self._checks.begin_slice()) is not None:

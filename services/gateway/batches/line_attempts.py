@@ -51,6 +51,7 @@ UNCOUNTED = frozenset(
         FailureReason.TENANT_QUEUE_FULL,
         FailureReason.QUEUE_TOO_LONG,
         FailureReason.DISPLACED,
+        FailureReason.RATE_LIMIT_EXCEEDED,
         FailureReason.TENANT_PREPARATION_FULL,
         FailureReason.PREPARATION_FULL,
         FailureReason.OVERLOADED,
@@ -262,10 +263,17 @@ class LineAttempts:
         return [None] * len(lines)
 
     def _shall_retry(self, batch: OpenBatch, line: InputLine, answer: LineAnswer) -> bool:
-        """Whether a line waits again, since there was no room or no worker for it. If so, all lines pause a moment."""
+        """Whether a line waits again, since there was no room or no worker for it. If so, all lines pause a moment.
+
+        If its key has used its rate, only the lines of its batch pause, until there is room.
+        """
         failure = answer.failure
         if failure is None or not failure.client_may_retry:
             return False
+        if failure.reason is FailureReason.RATE_LIMIT_EXCEEDED:
+            # Lines of other keys go on.
+            self._batches.hold(batch, time.monotonic() + (failure.retry_after_s or MIN_PAUSE_S))
+            return True
         if failure.reason not in UNCOUNTED:
             batch.attempts[line.number] = batch.attempts.get(line.number, 0) + 1
             if batch.attempts[line.number] >= MAX_LINE_ATTEMPTS:

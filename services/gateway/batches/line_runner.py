@@ -15,6 +15,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import new_request_id
+from diptych.request import MIN_PRIORITY
 from services.gateway.batches.records import new_line_id, result_text, spooled_result
 from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledResult
 from services.gateway.generation.whole_answer import complete_answer, write_parts
@@ -91,8 +92,10 @@ class LineRunner:
         If the task is cancelled, the line is aborted on its worker.
         """
         name = f"{batch}:{quote(custom_id, safe='')}"[:MAX_NAME_CHARS]
+        # Its priority is checked, and counts for nothing: lines are below every request.
+        best = MIN_PRIORITY if urgent else 0
         caller = Caller(
-            time.monotonic(), tenant, timeout_s, urgent, new_request_id(), client_id=name, bulk=True
+            time.monotonic(), tenant, timeout_s, best, new_request_id(), client_id=name, bulk=True
         )
         ids, spool = caller.request_ids, AnswerSpool(self._folder)
         try:

@@ -37,6 +37,8 @@ class OpenBatch:
     in_flight: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     num_waiting: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
+    # Its key has used its rate: no line starts before (monotonic seconds).
+    held_s: float | None = None
     # The task that checks the file, fetches lines or ends the batch; at most one runs.
     work: asyncio.Task[None] | None = None
     # What the batch will end as, once that is decided.
@@ -50,7 +52,11 @@ class OpenBatch:
     @property
     def has_lines(self) -> bool:
         """Whether a line of it may be chosen, as far as is known; where none is `ready`, some have to be fetched."""
-        return self.feeding and (bool(self.ready) or not (self.fetched_all or self.is_busy))
+        return (
+            self.feeding
+            and self.held_s is None
+            and (bool(self.ready) or not (self.fetched_all or self.is_busy))
+        )
 
     @property
     def needs_check(self) -> bool:
@@ -77,6 +83,8 @@ class OpenBatches:
         # When batches expire, with their ids. Those that have ended since are skipped.
         self._expiries: list[tuple[int, str]] = []
         self._touched: dict[str, OpenBatch] = {}
+        # When lines of batches may start again that wait for the rate of their key. Later times replace earlier ones.
+        self._held: list[tuple[float, str]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -149,6 +157,22 @@ class OpenBatches:
     def count_tokens(self, batch: OpenBatch, num_tokens: int) -> None:
         """The tenant of a batch was served so many tokens."""
         self._shares.count_tokens(batch.record.tenant, num_tokens)
+
+    def hold(self, batch: OpenBatch, until_s: float) -> None:
+        """Start no line of a batch before `until_s` (monotonic seconds): its key has used its rate."""
+        if batch.record.id in self.by_id and until_s > (batch.held_s or 0.0):
+            batch.held_s = until_s
+            heapq.heappush(self._held, (until_s, batch.record.id))
+            self.update_claim(batch)
+
+    def release_held(self, now_s: float) -> float | None:
+        """Lines of batches may start that were held until now; returns when the next one is due, if any is held."""
+        while self._held and self._held[0][0] <= now_s:
+            batch = self.by_id.get(heapq.heappop(self._held)[1])
+            if batch is not None and batch.held_s is not None and batch.held_s <= now_s:
+                batch.held_s = None
+                self.update_claim(batch)
+        return self._held[0][0] if self._held else None
 
     def close(self, batch: OpenBatch, outcome: str) -> None:
         """Start no more lines of a batch. The first outcome counts."""

@@ -12,7 +12,7 @@ import ipaddress
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.failure_statuses import FailureReason, RequestFailure
-from services.gateway.http.access_keys import AccessKeys, Headers, bearer_token
+from services.gateway.http.access_keys import KEY_HEADERS, AccessKeys, Headers, presented_key
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response
 
@@ -44,12 +44,12 @@ class AuthMiddleware:
         refusal = self.find_refusal(scope)
         if refusal is not None:
             return await error_response(refusal)(scope, receive, send)
-        state, key = scope.setdefault("state", {}), bearer_token(scope["headers"])
+        state, key = scope.setdefault("state", {}), presented_key(scope["headers"])
         connection = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         if connection is not None and not connection.has_share:
             return await error_response(TENANT_FULL)(scope, receive, send)
         state["tenant"] = self.keys.api.tenant_of_headers(scope["headers"])
-        state["urgent"] = not self.keys.api or self.keys.urgent.accepts_key(key)
+        state["best_priority"] = self.keys.best_priority(key)
         asked = self.keys.keys_for_route("/status")
         # Whether the client may see worker names.
         state["known"] = not asked or asked.accepts_key(key)
@@ -64,12 +64,12 @@ class AuthMiddleware:
                 "this server answers only requests for loopback names; give it an API key to be reached by other names",
             )
         keys = self.keys.keys_for_route(scope["path"])
-        if not keys or scope["path"] in PUBLIC_ROUTES or keys.accepts_key(bearer_token(headers)):
+        if not keys or scope["path"] in PUBLIC_ROUTES or keys.accepts_key(presented_key(headers)):
             return None
         message = (
             "incorrect API key provided"
-            if any(name == b"authorization" for name, _ in headers)
-            else "no API key provided; send 'Authorization: Bearer <key>'"
+            if any(name in KEY_HEADERS for name, _ in headers)
+            else "no API key provided; send 'Authorization: Bearer <key>', or 'x-api-key: <key>'"
         )
         return RequestFailure(FailureReason.INVALID_API_KEY, message)
 

@@ -8,6 +8,7 @@ details. Each error is logged with the request id and its cause: server errors a
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import msgspec
@@ -76,8 +77,9 @@ def error_response(failure: RequestFailure, generation: str = "") -> Response:
     if failure.status == 401:
         headers["www-authenticate"] = "Bearer"
     if failure.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(failure.retry_after_s)))
-        headers["retry-after-ms"] = str(max(1, round(failure.retry_after_s * 1000)))
+        # Never too early: who waits as long shall succeed.
+        headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(failure.retry_after_s * 1000)))
     return ErrorResponse(failure, generation, headers)
 
 

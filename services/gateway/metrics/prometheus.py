@@ -18,7 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from diptych.failure_statuses import RULES, TOO_MANY_REQUESTS
+from diptych.failure_statuses import RATE_REASONS, RULES, TOO_MANY_REQUESTS
 from diptych.slo import Slo
 from services.gateway.metrics.buckets import (
     COUNT_BUCKETS,
@@ -207,7 +207,7 @@ class GatewayMetrics(OutcomeSink):
         self.offered = counter("diptych:offered_requests", "Sequences asked for, refused ones included")
         self.refused = counter("diptych:refused_requests", "Of these, refused because of load", "code")
         for reason, rule in RULES.items():
-            if rule.status == TOO_MANY_REQUESTS:
+            if rule.status == TOO_MANY_REQUESTS and reason not in RATE_REASONS:
                 self.refused.labels(rule.code or reason.value)
         self.objective = Gauge(
             "diptych:slo_objective_seconds", "The SLOs that were set", ["objective"], registry=self.registry

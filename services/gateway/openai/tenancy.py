@@ -14,7 +14,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
 from diptych.logs.request_ids import RequestIds
-from diptych.request import Tenancy
+from diptych.request import MIN_PRIORITY, Tenancy
 from services.gateway.openai.schemas.request_schema import GenerationFields
 
 # This many hex digits suffice to tell a deployment's keys apart.
@@ -30,15 +30,15 @@ TIMINGS_HEADER = b"x-diptych-timings"
 class Caller:
     """Who sent an HTTP request, and when (monotonic seconds).
 
-    `timeout_s` is how long the client will wait for the answer, if it said so. `urgent` callers may ask for a better
-    priority than the default. `request_id` is the id of the HTTP request, `client_id` the one that the client gave
-    it. With `timings` the client asks where the time of its request went. `bulk` requests are lines of batches.
+    `timeout_s` is how long the client will wait for the answer, if it said so. `best_priority` is the best that the
+    request may have; lower is better. `request_id` is the id of the HTTP request, `client_id` the one that the client
+    gave it. With `timings` the client asks where the time of its request went. `bulk` requests are lines of batches.
     """
 
     arrived_s: float
     tenant: str = ""
     timeout_s: float | None = None
-    urgent: bool = True
+    best_priority: int = MIN_PRIORITY
     request_id: str = ""
     timings: bool = False
     client_id: str = ""
@@ -87,12 +87,13 @@ def check_priority(fields: GenerationFields, caller: Caller) -> None:
     """Check that the caller may ask for this priority.
 
     Raises:
-        RequestError: 403, the priority is better than the default, and this API key may not ask for that.
+        RequestError: 403, the priority is better than this API key may have.
     """
-    if (fields.priority or 0) < 0 and not caller.urgent:
+    best = caller.best_priority
+    if fields.priority is not None and fields.priority < best:
         problem = (
-            f"this API key may not ask for a 'priority' below 0, and {fields.priority} was asked for; "
-            "lower numbers are served before all others, and --priority-keys names the keys that may use them"
+            f"this API key may not ask for a 'priority' below {best}, and {fields.priority} was asked for; "
+            "lower numbers are served before all others, and --priority-keys or --keys names the keys that may use them"
         )
         raise RequestError(RequestFailure(FailureReason.PRIORITY_NOT_ALLOWED, problem, "priority"))
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from diptych.keys.named_key import NamedKey
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
 from services.gateway.batches.batch_report import BatchCollector
+from services.gateway.keys.key_metrics import KeyCollector
+from services.gateway.keys.named_keys import NamedKeys
 from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
@@ -25,6 +28,7 @@ def exported() -> dict[str, Entry]:
     )
     metrics.watch_workers(lambda: [books], lambda: [link], "toy")
     metrics.registry.register(BatchCollector(idle_feeder()))
+    metrics.registry.register(KeyCollector(NamedKeys([NamedKey("team", b"")])))
     metrics.registry.register(
         DeploymentCollector("1.0", "toy", lambda: "fp_1", lambda: {"prefill": 1, "decode": 1})
     )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.access_keys import AccessKeys, BearerKeys
+from services.gateway.http.access_keys import AccessKeys, BearerKeys, presented_key
 from services.gateway.http.auth import PUBLIC_ROUTES, AuthMiddleware, is_loopback
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.openai.tenancy import tenant_of_key
@@ -63,11 +63,21 @@ def test_every_key_opens(key: str) -> None:
         bearer("sk-ключ"),
         {"authorization": KEYS[0]},
         {"authorization": f"Basic {KEYS[0]}"},
-        {"x-api-key": KEYS[0]},
+        {"x-api-key": KEYS[0][:-1]},
+        {"x-api-key": f"Bearer {KEYS[0]}"},
+        {"x-api-key": KEYS[0], "authorization": "Bearer "},
+        {"x-api-key": KEYS[0], "authorization": f"Basic {KEYS[0]}"},
     ],
 )
 def test_nothing_else_does(headers: dict[str, str]) -> None:
     assert status("/v1/models", headers) == 401
+
+
+def test_a_key_may_come_as_clients_of_anthropic_send_it() -> None:
+    assert status("/v1/models", {"x-api-key": KEYS[1]}) == 200
+    assert status("/v1/models", {"x-api-key": "wrong", **bearer(KEYS[0])}) == 200, "Authorization counts"
+    twice = [(b"x-api-key", KEYS[0].encode())] * 2
+    assert presented_key(twice) == b"" and presented_key(twice[:1]) == KEYS[0].encode()
 
 
 @pytest.mark.parametrize(

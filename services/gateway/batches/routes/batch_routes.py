@@ -46,7 +46,7 @@ class BatchRoutes:
         record = BatchRecord(
             id=new_batch_id(),
             tenant=request.state.tenant,
-            urgent=int(request.state.urgent),
+            urgent=int(request.state.best_priority < 0),
             endpoint=asked.endpoint,
             window=asked.completion_window,
             status="validating",

@@ -1,0 +1,136 @@
+"""Watches the file of `--keys`, and accepts its new keys once it is replaced.
+
+A new file under the same name (`mv`, or a secret that an orchestrator mounts) counts at once. A file that is written
+over counts when it has not changed for a moment, so that no half of it is read. A file that is wrong changes nothing:
+its problem is logged once, and is in `/status` until it is mended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diptych.errors import ConfigError
+from diptych.keys.named_key import NamedKey
+from services.gateway.keys.named_keys import NamedKeys
+
+# Seconds between two looks at the file. Looking costs a system call; events of the kernel would miss network drives.
+LOOK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells one state of a file from another: which file it is, and when and how long it was written."""
+
+    device: int
+    inode: int
+    modified_ns: int
+    num_bytes: int
+    # Its mode and owner may be the problem.
+    changed_ns: int
+
+    def is_same_file(self, other: FileStamp | None) -> bool:
+        """Whether it is the same file, perhaps written over."""
+        return other is not None and (self.device, self.inode) == (other.device, other.inode)
+
+
+def stamp_file(path: Path) -> FileStamp | None:
+    """The state of a file now, behind all links; None if it is not there."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return FileStamp(state.st_dev, state.st_ino, state.st_mtime_ns, state.st_size, state.st_ctime_ns)
+
+
+class KeyFileWatch:
+    """Keeps `keys` as `path` says. `problem` is what is wrong with the file now; empty if nothing is."""
+
+    def __init__(self, path: Path, keys: NamedKeys, stamp: FileStamp | None) -> None:
+        """`stamp` is the state of the file before `keys` were read from it."""
+        self.path, self.keys, self.problem = path, keys, ""
+        self.loaded_s = time.monotonic()
+        self._loaded = self._seen = stamp
+
+    async def run_forever(self) -> None:
+        """Look at the file, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Accept the keys of the file, if it is another one than before."""
+        stamp = await asyncio.to_thread(stamp_file, self.path)
+        if stamp == self._loaded:
+            self._seen = stamp
+            return
+        before, self._seen = self._seen, stamp
+        if stamp is not None and stamp != before and stamp.is_same_file(before):
+            # It is being written.
+            return
+        self._loaded = stamp
+        try:
+            entries = await asyncio.to_thread(load_keys, self.path, self.keys.plain_digests)
+        except ConfigError as error:
+            self.problem = " ".join(" ".join(error.lines()).split())
+            log.error("%s keeps the keys that it had: %s", self.path, self.problem)
+            return
+        before_names = {rates.key.name for rates in self.keys.rates}
+        self.keys.replace_keys(entries)
+        self.problem, self.loaded_s = "", time.monotonic()
+        names = {entry.name for entry in entries}
+        log.warning(
+            "%d keys of %s are accepted; new: %s; gone: %s",
+            len(entries),
+            self.path,
+            ", ".join(sorted(names - before_names)) or "none",
+            ", ".join(sorted(before_names - names)) or "none",
+        )
+
+    def report(self, with_names: bool, now_s: float) -> dict[str, Any]:
+        """The part of `/status` about the file. The names and what they have used are in it only `with_names`."""
+        report: dict[str, Any] = {
+            "count": len(self.keys) - len(self.keys.plain_digests),
+            "age_s": round(now_s - self.loaded_s, 3),
+            "problem": self.problem or None,
+        }
+        if with_names:
+            report["names"] = [
+                {
+                    "name": rates.key.name,
+                    "priority": rates.key.priority,
+                    "requests": rates.use.requests,
+                    "prompt_tokens": rates.use.prompt_tokens,
+                    "generated_tokens": rates.use.generated_tokens,
+                    "refused": dict(rates.use.refused),
+                    "per_minute": {
+                        name: {"limit": window.limit, "used": window.used(now_s)}
+                        for name, window in rates.windows.items()
+                    },
+                }
+                for rates in self.keys.rates
+            ]
+        return report
+
+
+def load_keys(path: Path, taken: frozenset[bytes]) -> tuple[NamedKey, ...]:
+    """The keys of the file; `taken` are digests of keys that are set elsewhere. Raises ConfigError if it is wrong."""
+    # Imported only here, since it imports PyYAML, which a gateway without a key file does not need.
+    from diptych.keys.key_file import read_key_file
+
+    return read_key_file(path, taken=taken)
+
+
+def open_named_keys(path: str, plain: tuple[str, ...]) -> tuple[NamedKeys, KeyFileWatch]:
+    """The keys of a file beside `plain` ones, and what watches the file. Raises ConfigError if the file is wrong."""
+    file = Path(path)
+    stamp, keys = stamp_file(file), NamedKeys((), plain)
+    keys.replace_keys(load_keys(file, keys.plain_digests))
+    return keys, KeyFileWatch(file, keys, stamp)

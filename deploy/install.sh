@@ -52,7 +52,7 @@ watch_process $! last_of_pip || { tail -n 5 "$log" >&2; fail "pip could not inst
 installed=$SECONDS
 say "installed in $((installed - began)) s; compiling the kernels that a start loads (about 15 s)"
 # Every process loads these. What fails here is done again, and reported, at the first start.
-.venv/bin/python -m compileall -q diptych kvcache kvtransfer engine router worker prefill_worker decode_worker planner services models >> "$log" 2>&1 || true
+.venv/bin/python -m compileall -q diptych kvcache kvtransfer engine router worker prefill_worker decode_worker vllm_worker planner services models >> "$log" 2>&1 || true
 .venv/bin/python -m worker.precompile >> "$log" 2>&1 &
 watch_process $! echo "compiling kernels" || say "not all kernels could be compiled (details in $log)"
 printf '%s\n' "$WANTED" > .venv/.installed

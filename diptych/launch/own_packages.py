@@ -26,7 +26,7 @@ from diptych.errors import StartError
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "decode_worker", "diptych", "engine", "kvcache", "kvtransfer", "models", "planner", "prefill_worker", "router",
-    "services", "worker",
+    "services", "vllm_worker", "worker",
 )  # fmt: skip
 FIX = "install Diptych into a virtual environment of its own, where no other package has these names"
 

@@ -68,7 +68,7 @@ def _build_cpu_worker(
 
 def _with_step_log(spec: WorkerSpec, parts: WorkerParts, recorder: StepRecorder) -> WorkerParts:
     """The parts of a worker whose steps and roles are logged."""
-    suit = _tune_and_log(parts.tune_for, recorder, spec.worker, parts.engine.scheduler)
+    suit = _tune_and_log(parts.tune_for, recorder, spec.worker, parts.own_engine.scheduler)
     return replace(parts, close=_run_both(recorder.log.close, parts.close), tune_for=suit)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, exit_los
 from diptych.specs import WorkerSpec
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
+from engine.protocols import WorkerEngine
 from engine.sequence import EngineLimits
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -41,7 +42,7 @@ from kvtransfer.resharding import ShardedPool
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLinks
 from prefill_worker.worker import PrefillWorker, TicketIssuer
-from worker.loop import LatestStats, SlabBooks, WorkerLoop, WorkerRole
+from worker.loop import GatewayLink, LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
 from worker.watchdog import EngineWatchdog
 
@@ -60,12 +61,40 @@ def _start_nothing() -> None:
     """The default for `WorkerParts.start_later`: the start has left nothing."""
 
 
+class EngineRoles(Protocol):
+    """Makes the roles of a worker whose engine is not Diptych's. Each comes with the function that closes it."""
+
+    @property
+    def num_slabs(self) -> int:
+        """How many slabs the engine has for KV, for `Hello`."""
+
+    @property
+    def books(self) -> SlabBooks:
+        """The accounts of all KV that a role or the engine may hold."""
+
+    @property
+    def traits(self) -> list[str]:
+        """What the worker can continue exactly, for `Hello`."""
+
+    def make_prefill(
+        self, link: GatewayLink, hello: Hello, sources: OfferedTransports
+    ) -> tuple[WorkerRole, Callable[[], None]]:
+        """The prefill role, whose KV is offered over `sources`."""
+
+    def make_decode(self, link: GatewayLink) -> tuple[WorkerRole, Callable[[], None]]:
+        """The decode role. What it starts has begun when this returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """The parts that are built once per process and used by all its roles."""
+    """The parts that are built once per process and used by all its roles.
 
-    engine: Engine
-    kv: KvAllocator | KvArenas
+    `engine` and `kv` are Diptych's own, unless there are `roles`: then `kv` is None, and the pool is the memory through
+    which KV is handed over.
+    """
+
+    engine: WorkerEngine
+    kv: KvAllocator | KvArenas | None
     # The whole KV pool, over all `memories`.
     pool: ShardedPool
     # The pool's memory of each rank.
@@ -90,6 +119,10 @@ class WorkerParts:
     # the copies between the two.
     buffer: TransferBuffer | None = None
     copies: SlabCopies | None = None
+    # The roles of another engine; None: those of Diptych's own.
+    roles: EngineRoles | None = None
+    # Of such an engine: prompt tokens that may wait at the worker (`Hello.block_tokens`).
+    waiting_tokens: int = 0
 
     @property
     def layout(self) -> KvLayout:
@@ -99,12 +132,34 @@ class WorkerParts:
     @property
     def books(self) -> SlabBooks:
         """The accounts of all slabs that a role may hold."""
+        if self.roles is not None:
+            return self.roles.books
         if self.buffer is None:
-            return self.kv
+            return self.own_kv
         # Only a worker on a device has a buffer.
         from kvtransfer.transfer_buffer import BufferedBooks
 
-        return BufferedBooks(self.kv, self.buffer)
+        return BufferedBooks(self.own_kv, self.buffer)
+
+    @property
+    def own_engine(self) -> Engine:
+        """The engine of a worker without `roles`."""
+        assert isinstance(self.engine, Engine)
+        return self.engine
+
+    @property
+    def own_kv(self) -> KvAllocator | KvArenas:
+        """The KV pool of a worker without `roles`."""
+        assert self.kv is not None
+        return self.kv
+
+    @property
+    def class_slabs(self) -> dict[str, int]:
+        """How many slabs each KV class has, the default class first."""
+        classes = [arena.layout.kv_class for arena in self.pool.arenas]
+        if self.roles is not None:
+            return dict.fromkeys(classes, self.roles.num_slabs)
+        return {kv_class: self.own_kv.arena_of(kv_class).num_slabs for kv_class in classes}
 
 
 @dataclass(slots=True)
@@ -160,9 +215,11 @@ def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, parts: WorkerParts)
     return 0 if end_request.ending else EXIT_RETIRED
 
 
-def _is_computing(engine: Engine) -> bool:
+def _is_computing(engine: WorkerEngine) -> bool:
     """Whether any sequence is in progress. May be called from any thread."""
-    return bool(engine.scheduler.running or engine.scheduler.adopted)
+    if isinstance(engine, Engine):
+        return bool(engine.scheduler.running or engine.scheduler.adopted)
+    return engine.has_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +315,13 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         identity=parts.identity,
         host=life.spec.host,
         pid=os.getpid(),
-        num_slabs=parts.kv.num_slabs,
+        num_slabs=parts.own_kv.num_slabs if parts.roles is None else parts.roles.num_slabs,
         chunk_bytes=parts.layout.chunk_bytes,
         max_model_len=parts.max_model_len,
         endpoints=endpoints,
         ended=life.spec.ended,
         kv_classes={
-            arena.layout.kv_class: (
-                parts.kv.arena_of(arena.layout.kv_class).num_slabs,
-                arena.layout.chunk_bytes,
-            )
+            arena.layout.kv_class: (parts.class_slabs[arena.layout.kv_class], arena.layout.chunk_bytes)
             for arena in parts.pool.arenas
         },
         raw_chunk_bytes=replace(parts.layout, codec="").chunk_bytes,
@@ -275,8 +329,15 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         kv_auto=parts.kv_auto,
         keep_classes=list(parts.keep_classes),
         log_file=life.spec.log_file,
-        block_tokens=0 if parts.buffer is None else count_waiting_tokens(parts.engine.scheduler.limits),
+        block_tokens=_count_block_tokens(parts),
     )
+
+
+def _count_block_tokens(parts: WorkerParts) -> int:
+    """The prompt tokens that may wait at the worker; 0 on the CPU, where the gateway decides it."""
+    if parts.roles is not None:
+        return parts.waiting_tokens
+    return 0 if parts.buffer is None else count_waiting_tokens(parts.own_engine.scheduler.limits)
 
 
 def count_waiting_tokens(limits: EngineLimits) -> int:
@@ -290,14 +351,16 @@ def _make_prefill_role(
 ) -> tuple[WorkerRole, Callable[[], None]]:
     """The prefill role, and the function that closes it."""
     spec, parts = life.spec, life.parts
+    if parts.roles is not None:
+        return parts.roles.make_prefill(link, hello, sources)
     issuer = TicketIssuer(
         life.key, hello.worker, hello.incarnation, hello.fingerprint, spec.digest, spec.tp, spec.pp
     )
     ledger, progress = LeaseLedger(spec.lease_s), life.progress if life.shows_progress else None
     role = PrefillWorker(
         link,
-        parts.engine,
-        parts.kv,
+        parts.own_engine,
+        parts.own_kv,
         parts.pool,
         ledger,
         issuer,
@@ -323,11 +386,13 @@ def _make_offers(life: _RoleLife, link: ChannelLink) -> BufferedOffers | None:
 def _make_decode_role(life: _RoleLife, link: ChannelLink) -> tuple[WorkerRole, Callable[[], None]]:
     """The decode role, and the function that closes it."""
     parts = life.parts
+    if parts.roles is not None:
+        return parts.roles.make_decode(link)
     fetcher = KvFetcher(_make_links(life), link.send, link.wake_poll)
     role = DecodeWorker(
         link,
-        parts.engine,
-        parts.kv,
+        parts.own_engine,
+        parts.own_kv,
         parts.pool.layout_of,
         fetcher,
         life.key,

@@ -67,8 +67,9 @@ class PortRequest:
 class PortOutput:
     """What one step did for one request: new `tokens`, and how it ended.
 
-    `finish` is None, "stop", "length" or "error" (`error` then says why). "saved" ends a request whose KV leaves for the
-    buffer: `EnginePort.saved` names it later. `cached_tokens` and `prompt_logprobs` come with the first output only.
+    `finish` is None, "stop", "length" or "error" (`error` then says why). "saved" ends a request whose KV leaves for
+    the buffer: `EnginePort.saved` names it later. `cached_tokens`, `prompt_logprobs` and `started_s`, the time on
+    `time.monotonic` at which it left the queue, come with the first output only.
     """
 
     key: str
@@ -77,6 +78,7 @@ class PortOutput:
     prompt_logprobs: list[Logprob | None] | None = None
     finish: str | None = None
     cached_tokens: int = 0
+    started_s: float | None = None
     error: str = ""
 
 
@@ -95,7 +97,8 @@ class PortCounts:
 
     `running` and `waiting` are requests in the scheduler, `loading` of the waiting ones those whose KV is being loaded;
     `used_blocks` are blocks with an owner, `cached_blocks` free ones with KV that may be used again.
-    `prefix_queries` and `prefix_hits` are tokens; `step_tokens` are those that the last step computed.
+    `prefix_queries` and `prefix_hits` are tokens; `step_tokens` are those that the last step computed, of which
+    `prefill_tokens` belong to requests without any output yet.
     """
 
     running: int = 0
@@ -104,6 +107,7 @@ class PortCounts:
     used_blocks: int = 0
     cached_blocks: int = 0
     step_tokens: int = 0
+    prefill_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
@@ -175,7 +179,7 @@ class EnginePort(Protocol):
 
     @property
     def is_waiting_only(self) -> bool:
-        """Whether all that it holds waits for copies, so that the caller should rest about 1 ms before the next step."""
+        """Whether all that it holds waits, such as for copies, so that the caller should rest before the next step."""
 
     def saved(self) -> list[SavedKv]:
         """The KV that has arrived in the buffer since the last call; vLLM has freed its blocks or is about to.

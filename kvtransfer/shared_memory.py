@@ -70,22 +70,23 @@ class SharedMemory:
             self.fd = -1
 
 
-def attach_memory(address: SharedMemoryAddress) -> memoryview:
-    """Map another process's `SharedMemory` read-only; the mapping lives as long as the returned view.
+def attach_memory(address: SharedMemoryAddress, writable: bool = False) -> memoryview:
+    """Map another process's `SharedMemory`, read-only unless `writable`; the mapping lives as long as the returned view.
 
     Raises:
         OSError: another host, no such process, no permission, or not the memory that `address` describes.
     """
     if address.host != host_id():
         raise OSError(f"the pool is on host {address.host}, this is {host_id()}")
-    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    mode, prot = (os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE) if writable else (os.O_RDONLY, mmap.PROT_READ)
+    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", mode | os.O_CLOEXEC)
     try:
         size = PAGE_BYTES + address.num_bytes
         if os.fstat(fd).st_size != size:
             raise OSError(f"the pool has {os.fstat(fd).st_size} bytes, {size} were announced")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & REQUIRED_SEALS != REQUIRED_SEALS:
             raise OSError("the pool's memory is not sealed against resizing")
-        mapped = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+        mapped = memoryview(mmap.mmap(fd, size, prot=prot))
     finally:
         os.close(fd)
     # The process id or descriptor may belong to another, later process by now.

@@ -16,6 +16,9 @@ from diptych.slo import DEFAULT_ATTAINMENT, Slo, read_slo
 EMULATED = "emulated"
 # The devices whose memory is not the host's.
 GPU_DEVICES = ("cuda", EMULATED)
+# What computes the model in a worker: Diptych's own engine, or vLLM (docs/engines.md).
+VLLM = "vllm"
+ENGINES = ("diptych", VLLM)
 # The share of a GPU's memory that its workers take together; vLLM's default too.
 DEFAULT_UTILIZATION = 0.9
 
@@ -34,6 +37,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     revision: str | None = None
     dtype: str = "auto"  # "auto" | "float32" | "float16" | "bfloat16"
     device: str = "auto"  # "auto" | "cpu", or one of `GPU_DEVICES`
+    # One of `ENGINES`. Of vLLM: the interpreter that has it, and arguments as `vllm serve` takes them.
+    engine: str = "diptych"
+    vllm_python: str = ""
+    vllm_args: tuple[str, ...] = ()
     # Most tokens of prompt and answer together; None means the model's own limit.
     max_model_len: int | None = None
     # Size of the KV pool in bytes.
@@ -45,7 +52,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu_workers: int = 1
     # Of an emulated device: the memory that it pretends to have.
     emulated_bytes: int = 0
-    # Of a worker on a GPU: the host memory through which KV is handed over.
+    # Of a worker on a GPU, or with vLLM: the host memory through which KV is handed over.
     transfer_buffer_bytes: int = 0
     max_num_seqs: int = 64
     # Most tokens of one engine step, over all requests.

@@ -36,7 +36,7 @@ from diptych.config.values import (
     whole_number,
 )
 from diptych.logs.log_format import LOG_FORMATS
-from diptych.specs import DEFAULT_UTILIZATION, EMULATED
+from diptych.specs import DEFAULT_UTILIZATION, EMULATED, ENGINES
 
 ALL_COMMANDS = ("serve", "worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
@@ -95,6 +95,15 @@ class Config(BaseSettings):
     device: Annotated[
         str, one_of("auto", "cpu", "cuda", hidden=EMULATED), Listing(MODEL, WORKER_COMMANDS)
     ] = Field(default="auto", description="Where to compute")
+    engine: Annotated[str, one_of(*ENGINES), Listing(MODEL, ALL_COMMANDS, rare=True)] = Field(
+        default="diptych", description="What computes the model"
+    )
+    vllm_python: Annotated[FilePath | None, Listing(MODEL, WORKER_COMMANDS, rare=True)] = Field(
+        default=None, description="Python interpreter that has vLLM, for --engine vllm"
+    )
+    vllm_args: Annotated[
+        Annotated[str, text("'--FLAG ...'")] | None, Listing(MODEL, WORKER_COMMANDS, rare=True)
+    ] = Field(default=None, description="Arguments of `vllm serve`, for --engine vllm")
     max_model_len: Annotated[PositiveCount | None, Listing(MODEL, ALL_COMMANDS, shown="the model's")] = Field(
         default=None, description="Longest prompt plus answer, in tokens"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvcache.layout import KvLayout, Shard, split_layout
 # All files of a model except its weights.
 DESCRIPTION_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 CHECKPOINT_FILES = (*DESCRIPTION_FILES, "*.safetensors")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 # The dtype of this matrix stands for all weights, since checkpoints have a single dtype.
 SAMPLE_MATRIX = "model.layers.0.mlp.down_proj.weight"
 # Number of characters of a digest that are shown.
@@ -196,6 +197,23 @@ class Checkpoint:
         return fingerprint_fields(hashed), {"model": self.name} | shown
 
 
+def folder_fingerprint(name: str, folder: Path, fields: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """As `Checkpoint.fingerprint`, of a model of any architecture that another engine serves, and that engine's fields.
+
+    Raises:
+        OSError: a file of the folder cannot be read.
+    """
+    hashed: dict[str, HashField] = {
+        "weights": _hash_files(sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)),
+        "config": _hash_files([folder / CONFIG_FILE]),
+        "tokenizer": _hash_tokenizer(folder),
+    }
+    shown = {field: str(value)[:SHOWN_CHARS] for field, value in hashed.items()}
+    wire = f"{KV_VERSION}.{TICKET_VERSION}.{HINT_VERSION}"
+    more = {**fields, "chunk_tokens": str(CHUNK_TOKENS), "wire_version": wire}
+    return fingerprint_fields({**hashed, **more}), {"model": name} | shown | more
+
+
 def tokenizer_identity(name: str, revision: str | None = None) -> str:
     """The tokenizer field of a worker's identity, computed for the model `name` on this machine.
 
@@ -222,6 +240,26 @@ def find_model(
     path = locate_folder(name, revision, patterns)
     raw = _read_json_object(path / CONFIG_FILE, name)
     config = read_config(name, check_architecture(name, raw), raw)
+    _check_tokenizer(name, path)
+    return path, config
+
+
+def find_tokenized(name: str, revision: str | None, weights: bool) -> Path:
+    """The folder of a model of any architecture, which another engine serves; it has a tokenizer that can be read.
+
+    Files of a hub model are downloaded, with `weights` those of its weights too.
+
+    Raises:
+        ModelError: not found, or without a config or a tokenizer.
+    """
+    path = locate_folder(name, revision, CHECKPOINT_FILES if weights else DESCRIPTION_FILES)
+    _read_json_object(path / CONFIG_FILE, name)
+    _check_tokenizer(name, path)
+    return path
+
+
+def _check_tokenizer(name: str, path: Path) -> None:
+    """Raises ModelError if the folder of a model has no tokenizer that can be read."""
     if not (path / TOKENIZER_FILES[0]).is_file():
         slow = [tokenizer for tokenizer in TOKENIZER_FILES[1:] if (path / tokenizer).is_file()]
         raise ModelError(
@@ -231,7 +269,6 @@ def find_model(
             if slow
             else "copy the tokenizer files of the model next to its config",
         )
-    return path, config
 
 
 def is_folder_name(name: str) -> bool:

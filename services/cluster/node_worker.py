@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -38,12 +37,12 @@ from diptych.errors import DiptychError, ModelError
 from diptych.specs import WorkerSpec
 from services.cluster.node_probe import describe_node, name_deployment, node_error
 from services.cluster.sealed_keys import open_keys
-from services.host.child_environment import child_environment
 from services.host.core_claims import CoreClaim
 from services.host.gpu_probe import GpuShare
 from services.host.held_memory import WORKER_OF
 from services.host.network import UCX_DEVICES, ucx_listen_environment
 from services.host.supervision.supervisor import ChildStatus, ErrorReport, Supervisor
+from services.host.vllm.interpreter import worker_command, worker_environment
 
 KEY_FOLDER = "diptych-keys-"
 # A key folder that is younger may not have been locked yet.
@@ -260,13 +259,13 @@ class NodeWorker:
             ended="killed" if self._restarted else "",
             log_file=str(self._log),
         )
-        environ = child_environment(spec.threads, os.environ) | {WORKER_OF: self._deployment}
+        environ = worker_environment(spec, os.environ) | {WORKER_OF: self._deployment}
         if environ.get(UCX_DEVICES) == "lo" and self._address != "127.0.0.1":
             # Other nodes do not reach the loopback interface.
             del environ[UCX_DEVICES]
         supervisor = Supervisor(
             spec.worker,
-            [sys.executable, "-m", order.module],
+            worker_command(spec, order.module),
             msgspec.json.encode(spec),
             self._log,
             ucx_listen_environment(environ, self._address),

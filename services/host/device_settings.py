@@ -8,7 +8,8 @@ from typing import Any
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
-from diptych.specs import GPU_DEVICES
+from diptych.specs import GPU_DEVICES, VLLM
+from services.host.vllm.settings import check_own_engine, check_vllm_settings
 
 # Settings that mean nothing to a worker on CPUs.
 GPU_SETTINGS = ("gpu_memory_utilization", "transfer_buffer_bytes")
@@ -19,12 +20,18 @@ CUDA_DEFAULTS: Mapping[str, Any] = {**GPU_DEFAULTS, "threads": 2}
 
 
 def apply_device(loaded: LoadedConfig) -> LoadedConfig:
-    """The settings with the defaults of their device. Call it after a plan is applied.
+    """The settings with the defaults of their device and engine. Call it after a plan is applied.
 
     Raises:
-        ConfigError: a setting is for another device, or asks for what workers on GPUs do not do.
+        ConfigError: a setting is for another device or engine, or asks for what such workers do not do.
     """
     config, origins = loaded.config, loaded.origins
+    if config.engine == VLLM:
+        check_vllm_settings(loaded)
+        if config.device != "cuda":
+            return loaded
+    else:
+        check_own_engine(loaded)
     if config.device not in GPU_DEVICES:
         if given := [name for name in GPU_SETTINGS if name in origins]:
             raise ConfigError(
@@ -33,7 +40,8 @@ def apply_device(loaded: LoadedConfig) -> LoadedConfig:
                 "add --device cuda, or leave it out",
             )
         return loaded
-    _check_served(config)
+    if config.engine != VLLM:
+        _check_served(config)
     defaults = CUDA_DEFAULTS if config.device == "cuda" else GPU_DEFAULTS
     given_defaults = {name: value for name, value in defaults.items() if name not in origins}
     if "max_num_batched_tokens" in origins and "max_num_seqs" not in origins:

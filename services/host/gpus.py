@@ -32,15 +32,18 @@ class Gpu:
     capability: tuple[int, int]
 
 
-def find_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+def find_gpus(environ: Mapping[str, str] = os.environ, own_torch: bool = True) -> list[Gpu]:
     """The GPUs that a process with this environment would see; at least one.
+
+    `own_torch`: the torch of this environment is to compute on them; that of vLLM's is another one.
 
     Raises:
         ConfigError: the binding of NVML is not installed, there is no driver or no GPU, torch was built without CUDA,
             or `CUDA_VISIBLE_DEVICES` leaves no GPU.
     """
     # First, since most people who lack the extra lack this too.
-    _check_torch()
+    if own_torch:
+        _check_torch()
     require_extra("gpu", "--device cuda", "; or use --device cpu")
     nvml: Any = importlib.import_module("pynvml")
     try:

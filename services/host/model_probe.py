@@ -17,12 +17,13 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.config.options import Config
 from diptych.errors import ConfigError, ModelError
 from diptych.model_config import CONFIG_FILE
-from diptych.specs import GPU_DEVICES
+from diptych.specs import GPU_DEVICES, VLLM
 from engine.model.checkpoint import (
     CHECKPOINT_FILES,
     DESCRIPTION_FILES,
     Checkpoint,
     find_model,
+    find_tokenized,
     is_folder_name,
 )
 from engine.model.kv_codec import (
@@ -49,6 +50,7 @@ from services.host.child_environment import child_environment
 from services.host.gpu_probe import GpuRequest, GpuShare, plan_on_gpu
 from services.host.held_memory import held_memory
 from services.host.supervision.supervisor import ErrorReport
+from services.host.vllm.probe import VllmRequest, make_vllm_request, plan_on_vllm
 
 # The name of the model that is part of the project.
 EMBEDDED_MODEL = "tiny"
@@ -84,6 +86,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     deployment: str = ""
     # For workers on GPUs; None: they compute on the CPU.
     gpu: GpuRequest | None = None
+    # For workers whose engine is vLLM, on any device; `gpu` is None then.
+    vllm: VllmRequest | None = None
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -100,7 +104,7 @@ class ProbedModel(msgspec.Struct, frozen=True):
     # Canonical ids of the codecs of KV, with shares if there are several; empty without one. A worker that finds
     # another calibration later is refused.
     kv_cache_codec: str = ""
-    # What each worker on a GPU gets; None of workers on the CPU.
+    # What each worker on a GPU, or with vLLM, gets; None of others.
     gpu: GpuShare | None = None
 
 
@@ -119,6 +123,8 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
         ModelError: the model is not found, incomplete, not supported, cannot be split this way, or does not fit; the
             error shows the memory arithmetic. Or its calibration cannot be read.
     """
+    if probe.vllm is not None:
+        return _probe_on_vllm(probe, probe.vllm)
     if probe.num_workers == 0:
         return _probe_without_weights(probe)
     checkpoint = Checkpoint.resolve(resolve_embedded(probe.model), probe.revision)
@@ -197,6 +203,38 @@ def _probe_on_gpu(
         swap_bytes=probe.swap_bytes,
     )
     return _describe_model(checkpoint, memory, classes[0].codec, share)
+
+
+def _probe_on_vllm(probe: ProbeRequest, ask: VllmRequest) -> ProbedModel:
+    """The answer for workers whose engine is vLLM, which decides what it serves. Raises as `probe_model` does.
+
+    Without workers on this machine, vLLM need not be here: the longest context is then what the gateway reads.
+    """
+    folder = find_tokenized(resolve_embedded(probe.model), probe.revision, bool(probe.num_workers))
+    if probe.num_workers == 0:
+        chat = has_chat_template(folder)
+        return ProbedModel(str(folder), "served by vLLM", chat, probe.max_model_len or 0, 0)
+    plan = plan_on_vllm(
+        ask,
+        probe.model,
+        folder,
+        tp=max((tp for tp, _ in probe.splits.values()), default=1),
+        max_model_len=probe.max_model_len,
+        kv_bytes=probe.kv_bytes,
+        step_tokens=probe.step_tokens,
+        step_rows=probe.step_rows,
+        num_workers=probe.num_workers,
+        host_bytes=_memory_share(probe),
+    )
+    return ProbedModel(
+        str(plan.path),
+        plan.summary,
+        has_chat_template(folder),
+        plan.facts.max_model_len,
+        plan.kv_bytes,
+        plan.facts.layers,
+        gpu=plan.share,
+    )
 
 
 def _memory_share(probe: ProbeRequest) -> int:
@@ -347,7 +385,8 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         config.kv_quality_budget,
         config.kv_keep,
         weights=config.bulk > 0,
-        gpu=_gpu_request(config) if config.device in GPU_DEVICES else None,
+        gpu=_gpu_request(config) if config.device in GPU_DEVICES and config.engine != VLLM else None,
+        vllm=make_vllm_request(config) if config.engine == VLLM else None,
     )
 
 
@@ -365,8 +404,8 @@ async def resolve_model(config: Config, num_workers: int, bulk_weights: bool = T
     """Find the model of these settings for `num_workers` workers on this machine; with 0 no weights are needed, but for
     bulk workers, whose memory is not planned, with `bulk_weights`.
 
-    A model from the hub may have to be downloaded, which cannot be cancelled within a process. It is therefore probed
-    by another process, `services.host.model_probe_main`.
+    A model from the hub may have to be downloaded, and vLLM takes long to answer, which cannot be cancelled within a
+    process. Such a model is therefore probed by another process, `services.host.model_probe_main`.
 
     Raises:
         ConfigError: this machine has too few cores for the ranks, or KV cannot be coded this way.
@@ -375,7 +414,8 @@ async def resolve_model(config: Config, num_workers: int, bulk_weights: bool = T
     """
     probe = probe_request(config, num_workers)
     probe = msgspec.structs.replace(probe, weights=probe.weights and bulk_weights)
-    if config.model == EMBEDDED_MODEL or is_folder_name(config.model):
+    asks_vllm = probe.vllm is not None and num_workers > 0
+    if (config.model == EMBEDDED_MODEL or is_folder_name(config.model)) and not asks_vllm:
         return probe_model(probe)
     return await _probe_in_process(probe)
 

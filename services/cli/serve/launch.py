@@ -17,7 +17,7 @@ import msgspec
 from diptych.config.load import ApiKeys, LoadedConfig, collect_api_keys, with_operator_keys
 from diptych.config.options import Config
 from diptych.errors import DiptychError, StartError
-from diptych.specs import GatewaySpec
+from diptych.specs import VLLM, GatewaySpec
 from planner.placement.plan_file import PlanFile, PlanTraffic
 from services.cli.client.gateway_http import get_route
 from services.cli.client.status import format_bulk_plan
@@ -189,7 +189,8 @@ class ServeRun:
         self._view.begin_phase("ray")
         from services.cluster.local_ray.ray_head import LocalRay
 
-        gpus = len(find_gpus()) if self._config.device == "cuda" else 0
+        config = self._config
+        gpus = len(find_gpus(own_torch=config.engine != VLLM)) if config.device == "cuda" else 0
         self._local_ray = local_ray = LocalRay(self._folder / "ray", device_budget(self._config), gpus)
         local_ray.start()
         # Repeated, because Ray has installed its own handler of SIGTERM.

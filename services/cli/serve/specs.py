@@ -14,7 +14,7 @@ import msgspec
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.slo import DEFAULT_ATTAINMENT
-from diptych.specs import GPU_DEVICES, GatewaySpec, StorageShares, WorkerSpec
+from diptych.specs import GPU_DEVICES, VLLM, GatewaySpec, StorageShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
 from planner.types import BOTH, keeps_steps_within_tpot
 from services.cli.serve.from_plan import node_groups, one_group_per_worker
@@ -23,6 +23,7 @@ from services.cluster.spec import Bundle, DeploymentSpec
 from services.host.gpu_probe import GpuShare
 from services.host.gpus import gpu_amount
 from services.host.model_probe import ProbedModel, calibration_path
+from services.host.vllm.settings import find_interpreter, split_vllm_args
 
 
 def worker_spec(
@@ -39,7 +40,10 @@ def worker_spec(
         revision=config.revision,
         dtype=config.dtype,
         device=config.device,
-        max_model_len=model.max_model_len,
+        engine=config.engine,
+        vllm_python=str(find_interpreter(config)) if config.engine == VLLM else "",
+        vllm_args=split_vllm_args(config) if config.engine == VLLM else (),
+        max_model_len=model.max_model_len or None,
         kv_bytes=model.kv_bytes,
         kv_bytes_asked=config.kv_cache_memory_bytes is not None,
         gpu_memory_utilization=config.gpu_memory_utilization,
@@ -230,8 +234,17 @@ def with_gpus(
     """The bundles of workers on this machine's GPUs, each with its share of one; others are left as they are."""
     if config.device != "cuda" or gpu is None:
         return bundle_groups
-    taken = (("CPU", 1.0), ("GPU", gpu_amount(gpu.workers)))
-    return tuple(tuple(replace(bundle, resources=taken) for bundle in bundles) for bundles in bundle_groups)
+    share = gpu_amount(gpu.workers)
+    return tuple(
+        tuple(
+            # Only vLLM splits a worker over several GPUs, and gives each rank one of its own.
+            replace(
+                bundle, resources=(("CPU", 1.0), ("GPU", max(share, bundle.devices * float(share == 1.0))))
+            )
+            for bundle in bundles
+        )
+        for bundles in bundle_groups
+    )
 
 
 def with_default_data_dir(gateway: GatewaySpec, config: Config, environ: Mapping[str, str]) -> GatewaySpec:

@@ -22,6 +22,7 @@ from services.host.model_probe import resolve_model
 from services.host.network import ucx_listen_environment
 from services.host.ports import claim_port
 from services.host.supervision.supervisor import ChildStatus, Supervisor, start_error
+from services.host.vllm.interpreter import OWN_MODULE, worker_command, worker_environment
 
 GRACE_S = 2.0
 
@@ -67,13 +68,12 @@ def run_worker(loaded: LoadedConfig) -> int:
         spec = worker_spec(
             config, model, config.role, name, config.channel, str(config.keys_dir), config.core
         )
-        environ = ucx_listen_environment(child_environment(config.threads, os.environ), config.advertise_host)
+        environ = ucx_listen_environment(worker_environment(spec, os.environ), config.advertise_host)
     except DiptychError as error:
         return _print_error(error)
     spec = msgspec.structs.replace(spec, host=config.advertise_host or socket.gethostname())
-    return _run_supervised(
-        name, "services.worker", msgspec.json.encode(spec), environ, config.drain_s + GRACE_S
-    )
+    command = worker_command(spec, OWN_MODULE)
+    return _run_supervised(name, command, msgspec.json.encode(spec), environ, config.drain_s + GRACE_S)
 
 
 def run_gateway(loaded: LoadedConfig) -> int:
@@ -96,9 +96,8 @@ def run_gateway(loaded: LoadedConfig) -> int:
     except DiptychError as error:
         return _print_error(error)
     environ = child_environment(1, os.environ)
-    return _run_supervised(
-        "gateway", "services.gateway", msgspec.json.encode(spec), environ, config.drain_s + GRACE_S
-    )
+    command = [sys.executable, "-m", "services.gateway"]
+    return _run_supervised("gateway", command, msgspec.json.encode(spec), environ, config.drain_s + GRACE_S)
 
 
 def _print_error(error: DiptychError) -> int:
@@ -106,10 +105,12 @@ def _print_error(error: DiptychError) -> int:
     return USAGE if isinstance(error, ConfigError) else FAILED
 
 
-def _run_supervised(name: str, module: str, spec: bytes, environ: dict[str, str], grace_s: float) -> int:
+def _run_supervised(
+    name: str, command: list[str], spec: bytes, environ: dict[str, str], grace_s: float
+) -> int:
     # There is no log file: a part that runs alone writes to standard error, where containers and service managers
     # look.
-    supervisor = Supervisor(name, [sys.executable, "-m", module], spec, environ=environ)
+    supervisor = Supervisor(name, command, spec, environ=environ)
     return asyncio.run(_watch_supervisor(supervisor, grace_s))
 
 

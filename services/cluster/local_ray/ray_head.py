@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +31,9 @@ from diptych.specs import WorkerSpec
 from services.cluster.actors import ActorStatuses, actor_options
 from services.cluster.local_ray.lean_head import lean_head
 from services.cluster.spec import Bundle
-from services.host.child_environment import child_environment, ucx_on_loopback
+from services.host.child_environment import ucx_on_loopback
 from services.host.supervision.supervisor import ChildStatus, Supervisor
+from services.host.vllm.interpreter import worker_command, worker_environment
 
 # Diptych stores nothing in Ray's object store, but Ray requires at least 75 MiB.
 OBJECT_STORE_BYTES = 80 << 20
@@ -54,10 +54,10 @@ class WorkerActor:
             spec = msgspec.json.encode(msgspec.structs.replace(worker, ended="killed"))
         self._supervisor = Supervisor(
             worker.worker,
-            [sys.executable, "-m", module],
+            worker_command(worker, module),
             spec,
             Path(log),
-            ucx_on_loopback(child_environment(worker.threads, os.environ)),
+            ucx_on_loopback(worker_environment(worker, os.environ)),
             prepare=KeyBackup(worker.keys_dir).restore_keys,
             restarted=restarted,
         )

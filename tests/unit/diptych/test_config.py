@@ -108,6 +108,7 @@ def example(kind: ValueKind) -> str:
     """A text that this kind of setting accepts, and that is no default."""
     for text in (
         "7",
+        "vllm",
         "cpu",
         "float16",
         "nixl",
@@ -456,7 +457,7 @@ def test_defaults_of_the_specifications_are_those_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("spec", "rooms"),
     [
-        (WorkerSpec, ("worker", "services/worker")),
+        (WorkerSpec, ("worker", "services/worker", "services/host/vllm")),
         (GatewaySpec, ("services/gateway",)),
     ],
 )

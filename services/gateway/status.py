@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.messages import WorkerStats
+from diptych.messages import Hello, WorkerStats
 from diptych.specs import BulkPlan
 from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
@@ -262,6 +262,7 @@ class LiveHealthProbes:
             "pid": hello.pid,
             "log_file": hello.log_file,
             "device": hello.identity.get("device", "cpu"),
+            "engine": describe_engine(hello),
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
             "stats": msgspec.structs.asdict(member.stats),
         }
@@ -269,3 +270,10 @@ class LiveHealthProbes:
     def _slo_limits(self) -> dict[str, float | None]:
         """The SLOs in seconds; None where none is set."""
         return {f"{name}_s": limit_s for name, limit_s in self._service.metrics.slo.limits_s().items()}
+
+
+def describe_engine(hello: Hello) -> str:
+    """The engine of a worker in words, for example `vllm 0.32.0, FLASH_ATTN`."""
+    identity = hello.identity
+    named = f"{identity.get('engine', 'diptych')} {identity.get('vllm', '')}".strip()
+    return f"{named}, {identity['attention']}" if identity.get("attention") else named

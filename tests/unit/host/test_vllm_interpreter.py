@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_without_a_cache_folder_links_are_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(links.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     assert links.link_packages({"XDG_CACHE_HOME": str(tmp_path / "file")}).parent == tmp_path
 
 
@@ -162,7 +163,12 @@ FACTS = VllmFacts(
 
 def planned(monkeypatch: pytest.MonkeyPatch, folder: Path, **changed: Any) -> probe.VllmPlan:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(probe, "ask_vllm", lambda python, question: asked.append(question) or FACTS)
+
+    def answer(python: str, question: dict[str, Any]) -> VllmFacts:
+        asked.append(question)
+        return FACTS
+
+    monkeypatch.setattr(probe, "ask_vllm", answer)
     given: dict[str, Any] = {
         "tp": 1, "max_model_len": None, "kv_bytes": None, "step_tokens": 512, "step_rows": 8, "num_workers": 2,
         "host_bytes": 8 << 30,

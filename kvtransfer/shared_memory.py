@@ -71,7 +71,7 @@ class SharedMemory:
 
 
 def attach_memory(address: SharedMemoryAddress, writable: bool = False) -> memoryview:
-    """Map another process's `SharedMemory`, read-only unless `writable`; the mapping lives as long as the returned view.
+    """Map another process's `SharedMemory`, read-only unless `writable`; it stays mapped as long as the view lives.
 
     Raises:
         OSError: another host, no such process, no permission, or not the memory that `address` describes.

@@ -88,8 +88,8 @@ def layer_parts(regions: Sequence[BlockRegion]) -> tuple[LayerPart, ...]:
 class RankBlocks:
     """The blocks of one rank: `cache` is its backing allocation, of any dtype and on any device.
 
-    `slabs` are the buffer's bytes as `[num_slabs, slab_bytes]` (uint8, on the CPU); this rank's part of a slab begins at
-    byte `rank` times the size of its parts. Everything is finished when a method returns.
+    `slabs` are the buffer's bytes as `[num_slabs, slab_bytes]` (uint8, on the CPU); this rank's part of a slab begins
+    at byte `rank` times the size of its parts. Everything is finished when a method returns.
 
     Raises:
         ValueError: the allocation is too small for `regions`, or the slabs for the rank's part.

@@ -1,8 +1,8 @@
 """What vLLM's scheduler, the ranks and the worker's role tell each other about KV, once per step; pure accounting.
 
-    finish ─▶ queue ─room in the buffer─▶ plan_step ─▶ ranks copy, then the forward runs ─▶ end_step: blocks are free
-                                            └─▶ on_save_begun: the role hashes and offers as soon as the ranks have copied
-    expect ─▶ missing_tokens ─▶ begin_load ─▶ plan_step ─▶ ranks copy, then the forward runs ─▶ end_step: slabs are free
+    finish ─▶ queue ─room in the buffer─▶ plan_step ─▶ ranks copy, forward ─▶ end_step: blocks are free
+                                            └─▶ on_save_begun: the role hashes and offers once the ranks have copied
+    expect ─▶ missing_tokens ─▶ begin_load ─▶ plan_step ─▶ ranks copy, forward ─▶ end_step: slabs are free
 
 Saves take slabs of the buffer in the order in which their requests finished; while there is no room, the first one
 waits, its blocks stay held, and so prompts wait in vLLM's queue. Loads are copied before the forward of the step that
@@ -84,12 +84,12 @@ class ScheduledTokens:
     blocks: Sequence[int]
 
 
-# Called with the key, the slabs and the number of a save whose copies are about to be made; without slabs it has failed.
-OnSaveBegun = Callable[[str, tuple[int, ...], int], None]
+# Called with a save whose copies are about to be made, and its number.
+OnSaveBegun = Callable[[SavedKv, int], None]
 
 
-def _note_nothing(key: str, slabs: tuple[int, ...], number: int) -> None:
-    """The default for `KvExchange.on_save_begun`."""
+def ignore_save(saved: SavedKv, number: int) -> None:
+    """The default for `KvExchange.on_save_begun`: `take_saved` is enough."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class KvExchange:
     """The saves and loads of one engine. Without a buffer nothing is saved or loaded."""
 
     def __init__(self) -> None:
-        self.on_save_begun: OnSaveBegun = _note_nothing
+        self.on_save_begun: OnSaveBegun = ignore_save
         self.buffer: TransferBuffer | None = None
         self._marks: SharedMarks | None = None
         self._address: BufferAddress | None = None
@@ -146,7 +146,7 @@ class KvExchange:
     def expect(
         self, request: str, key: str, num_tokens: int, save: bool, load: LoadPlan | None = None
     ) -> None:
-        """vLLM has got a request with `num_tokens` tokens. Its KV is saved when it finishes, or its prefix is loaded."""
+        """vLLM has got a request of `num_tokens` tokens. Its KV is saved when it ends, or a prefix is loaded."""
         self._requests[request] = KvRequest(request, key, num_tokens, save, load)
 
     def missing_tokens(self, request: str, computed: int) -> int:
@@ -157,7 +157,7 @@ class KvExchange:
         return max(0, known.loadable_tokens - computed)
 
     def begin_load(self, request: str, blocks: Sequence[int], num_tokens: int) -> None:
-        """vLLM has given `blocks` to a request, and expects that so many tokens' KV is loaded, as `missing_tokens` said.
+        """vLLM has given `blocks` to a request, and expects the KV of so many tokens, as `missing_tokens` said.
 
         Without tokens nothing is loaded. The plan is consumed: a request that is preempted computes its KV again.
         """
@@ -192,7 +192,6 @@ class KvExchange:
         needed = -(-known.num_tokens // CHUNK_TOKENS)
         if self.buffer is None or needed > min(len(blocks), self.buffer.num_slabs):
             self._saved.append(SavedKv(known.key, (), 0))
-            self.on_save_begun(known.key, (), 0)
             return False
         self._queue.append((known, tuple(blocks[:needed])))
         return True
@@ -236,7 +235,7 @@ class KvExchange:
         copies = BlockCopies(self._next_number(), known.request, blocks, slabs)
         saved = SavedKv(known.key, slabs, known.num_tokens)
         self._step.saves[known.request] = (saved, copies.number)
-        self.on_save_begun(known.key, slabs, copies.number)
+        self.on_save_begun(saved, copies.number)
         return copies
 
     def _next_number(self) -> int:
@@ -244,7 +243,7 @@ class KvExchange:
         return self._number
 
     def end_step(self, freed: Iterable[str], results: StepResults | None) -> None:
-        """A step has ended on all ranks: vLLM frees the blocks of the requests `freed`. `results` are their failures."""
+        """A step has ended on all ranks: vLLM frees the blocks of the requests `freed`. `results` say what failed."""
         failed = results.failed if results is not None else frozenset()
         for request in freed:
             if (entry := self._step.saves.pop(request, None)) is not None:
@@ -259,7 +258,7 @@ class KvExchange:
     # ---- for the port
 
     def take_saved(self) -> list[SavedKv]:
-        """See `vllm_worker.port.EnginePort.saved`. Without tokens the KV could not be saved; slabs may have been taken."""
+        """See `vllm_worker.port.EnginePort.saved`. Without tokens the KV could not be saved."""
         saved, self._saved = self._saved, []
         return saved
 

@@ -1,0 +1,274 @@
+"""The prefill role of a vLLM worker: vLLM computes prompts, and their KV is offered from the transfer buffer.
+
+    begin_attempt ──engine──▶ first token ─▶ KV is copied to the buffer, when there is room ─▶ hashed, signed, leased
+                                             └─ by a thread, while vLLM computes the next prompts ──▶ Offer
+    Release, Abort or the lease's end ─▶ the slabs are free
+
+vLLM has its blocks back as soon as they are copied: the lease is on slabs of the buffer. While the buffer is full, the
+blocks of finished prompts stay held, in the order in which they finished, and prompts wait in vLLM's queue.
+
+The thread offers KV without waiting for the engine's step. It shares the leases and offers with the engine's thread
+under one lock. A slab is given back when its lease has ended and the thread does not read it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from diptych.errors import DiptychError, TransferError
+from diptych.messages import Failed, Offer, Opened, OpenTransport, Prefill, Release, Renew, ToWorker, WorkerStats
+from engine.sequence import Sequence, SequenceRefused
+from kvtransfer.cooperative import CoopTask
+from kvtransfer.leases import LeaseLedger
+from kvtransfer.pipelined_pull import MAX_POLL_S, MIN_POLL_S
+from kvtransfer.transfer_buffer import LEASED_OWNER, TransferBuffer
+from prefill_worker.worker import TicketIssuer
+from vllm_worker.engine import VllmEngine
+from vllm_worker.exchange import KvExchange, ignore_save
+from vllm_worker.port import SavedKv
+from worker.loop import GatewayLink, WorkOrder
+from worker.task_thread import TaskThread
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingKv:
+    """KV that leaves through the buffer. `seq` is None if it is not wanted any more."""
+
+    key: str
+    slabs: tuple[int, ...]
+    seq: Sequence | None
+    # Whether a rank could not even report its copies.
+    is_lost: bool = False
+    # Whether the thread does not wait for its copies or read it any more.
+    is_hashed: bool = False
+    # Why the thread could not offer it.
+    error: Exception | None = None
+    # Who owns its slabs in the buffer.
+    owner: str = ""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What both threads use, under `lock`."""
+
+    ledger: LeaseLedger
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # By the key of the attempt: KV that is copied, hashed or under lease.
+    outgoing: dict[str, OutgoingKv] = field(default_factory=dict)
+
+
+class VllmPrefillRole:
+    """A `worker.loop.WorkerRole` over `engine`, whose KV leaves through `buffer`.
+
+    `open_transport` opens a transport of this worker and returns its endpoint; any thread may call it. `tasks` runs the
+    thread's part; `close` ends it.
+    """
+
+    def __init__(
+        self,
+        link: GatewayLink,
+        engine: VllmEngine,
+        exchange: KvExchange,
+        buffer: TransferBuffer,
+        ledger: LeaseLedger,
+        issuer: TicketIssuer,
+        open_transport: Callable[[str], bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tasks: TaskThread | None = None,
+    ) -> None:
+        self.link, self.engine, self.exchange, self.buffer = link, engine, exchange, buffer
+        self.issuer, self._open_transport, self._clock = issuer, open_transport, clock
+        self._shared = _Shared(ledger)
+        self._error: BaseException | None = None
+        self._tasks = tasks or TaskThread("kv-offer", self._on_thread_died)
+        exchange.on_save_begun = self._on_save_begun
+        self._tasks.open()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any KV is being offered or is still leased, or vLLM holds blocks that nobody wants any more."""
+        return bool(self._shared.outgoing) or self.engine.port.has_work
+
+    # ---- orders and messages
+
+    def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
+        """Queue a prompt. Raises SequenceRefused if it cannot be served here, or the order is not for this role."""
+        if not isinstance(order, Prefill):
+            raise SequenceRefused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
+        if (need := self.buffer.layout.num_chunks(seq.total)) > self.buffer.num_slabs:
+            why = f"the transfer buffer has {self.buffer.num_slabs}"
+            raise SequenceRefused("out_of_memory", f"the request needs {need} KV slabs", why)
+        seq.hold_kv = True
+        self.engine.add(seq, now_s, order.defer_first)
+
+    def take_message(self, message: ToWorker, now_s: float) -> None:
+        """Renew or release leases, or open a transport."""
+        match message:
+            case Renew(leases):
+                with self._shared.lock:
+                    self._shared.ledger.renew_leases(leases, now_s)
+            case Release(request, epoch):
+                self.abort_attempts(request, epoch)
+            case OpenTransport(transport):
+                # It takes long, so a thread does it while prefill goes on.
+                threading.Thread(
+                    target=self._open_and_report, args=(transport,), name="open transport", daemon=True
+                ).start()
+
+    def _open_and_report(self, transport: str) -> None:
+        """Open a transport and send its endpoint, or the error, to the gateway as `Opened`."""
+        try:
+            if self._open_transport is None:
+                raise TransferError("this worker opens no transports")
+            opened = Opened(transport, self._open_transport(transport))
+        except TransferError as error:
+            opened = Opened(transport, b"", "; ".join(part for part in (error.what, error.why) if part))
+        # A library may raise anything. Without a report the decode worker would ask again and again.
+        except Exception as error:
+            log.exception("transport %s could not be opened", transport)
+            opened = Opened(transport, b"", repr(error))
+        self.link.send(opened)
+
+    def take_over(self, seq: Sequence, now_s: float) -> None:
+        """Never called: a sequence stays in the engine until its KV is in the buffer."""
+        raise AssertionError(f"{seq.key} was handed over with slabs")
+
+    # ---- KV that leaves
+
+    def _on_save_begun(self, saved: SavedKv, number: int) -> None:
+        """vLLM is about to copy KV to slabs of the buffer; called on the engine's thread, within its step."""
+        seq = next((one for one in self.engine.sequences() if one.key == saved.key), None)
+        if seq is not None:
+            seq.slabs, seq.computed = list(saved.slabs), saved.num_tokens
+        leaving = OutgoingKv(saved.key, saved.slabs, seq, owner=saved.key)
+        with self._shared.lock:
+            self._shared.outgoing[saved.key] = leaving
+        self.buffer.count_copies(len(saved.slabs))
+        self._tasks.add_task(self._offer_task(leaving, number))
+
+    def _offer_task(self, leaving: OutgoingKv, number: int) -> CoopTask[None]:
+        """The thread's part: wait for the copies of all ranks, hash the slabs, then lease and offer them."""
+        pause_s, made = MIN_POLL_S, self.exchange.is_saved(leaving.slabs, number)
+        while made is None and not leaving.is_lost:
+            yield pause_s
+            pause_s, made = min(2 * pause_s, MAX_POLL_S), self.exchange.is_saved(leaving.slabs, number)
+        self.buffer.count_copies(-len(leaving.slabs))
+        payloads = []
+        for slab in leaving.slabs if made else ():
+            payloads.append(self.buffer.pool.hash_slab(slab, self.issuer.algorithm))
+            yield 0.0
+        with self._shared.lock:
+            leaving.is_hashed = True
+            try:
+                if not made:
+                    raise TransferError("vLLM could not copy the request's KV to the transfer buffer")
+                self._lease_and_offer(leaving, payloads)
+            except (DiptychError, ValueError) as error:
+                leaving.error = error
+        # The engine's thread does the rest.
+        self.link.wake_poll()
+
+    def _lease_and_offer(self, leaving: OutgoingKv, payloads: list[bytes]) -> None:
+        """Sign the ticket, lease the slabs and send the offer, unless it is not wanted any more.
+
+        Raises DiptychError or ValueError. The lock is held.
+        """
+        seq = leaving.seq
+        if seq is None:
+            return
+        ticket = self.issuer.sign_ticket(seq, self.buffer.layout, leaving.slabs, payloads)
+        # The loop ends all older attempts before it begins a new one, so there is no older lease.
+        self._shared.ledger.grant_lease(seq.id, seq.epoch, leaving.slabs, self._clock())
+        self.buffer.change_owner(leaving.slabs, leaving.owner, LEASED_OWNER)
+        leaving.owner = LEASED_OWNER
+        num_bytes = len(leaving.slabs) * self.buffer.layout.chunk_bytes
+        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes, len(leaving.slabs)))
+
+    def tend_held(self, now_s: float) -> float | None:
+        """End expired leases, and free what nobody reads any more.
+
+        Returns when the next lease is over (clock seconds), or None.
+        """
+        if self._error is not None:
+            raise self._error
+        for seq, saved in self.engine.take_saved():
+            if saved.num_tokens == 0:
+                self._on_save_failed(seq, saved.key)
+        with self._shared.lock:
+            for lease in self._shared.ledger.expire_leases(now_s):
+                self._shared.outgoing[f"{lease.request}#{lease.epoch}"].seq = None
+            failed = [one for one in self._shared.outgoing.values() if one.error is not None]
+            self._free_unread()
+            next_s = self._shared.ledger.next_expiry_s()
+        for leaving in failed:
+            if leaving.seq is not None:
+                self._report_failed(leaving.seq, str(leaving.error))
+        return next_s
+
+    def _on_save_failed(self, seq: Sequence | None, key: str) -> None:
+        """A rank could not copy KV. If its copies had begun, the thread ends the offer; it may wait for the rank."""
+        with self._shared.lock:
+            leaving = self._shared.outgoing.get(key)
+            if leaving is not None:
+                leaving.is_lost = True
+        if leaving is None and seq is not None:
+            self._report_failed(seq, "its KV does not fit the transfer buffer")
+
+    def _report_failed(self, seq: Sequence, why: str) -> None:
+        self.link.send(Failed(seq.id, seq.epoch, "internal_error", why))
+
+    def _free_unread(self) -> None:
+        """Give back the slabs of what is not wanted, or has failed, and that the thread is done with. Locked."""
+        for leaving in list(self._shared.outgoing.values()):
+            if leaving.is_hashed and (leaving.seq is None or leaving.error is not None):
+                del self._shared.outgoing[leaving.key]
+                self.buffer.give_back(leaving.slabs, leaving.owner)
+
+    # ---- ends
+
+    def abort_attempts(self, request: str, epoch: int) -> None:
+        """End the request's lease and its offers, of this epoch and older ones."""
+        with self._shared.lock:
+            self._shared.ledger.release_lease(request, epoch)
+            for leaving in self._shared.outgoing.values():
+                if (seq := leaving.seq) is not None and seq.id == request and seq.epoch <= epoch:
+                    leaving.seq = None
+            self._free_unread()
+
+    def abandon_all(self) -> list[tuple[str, int]]:
+        """End all leases and offers; returns their attempts (request, epoch)."""
+        with self._shared.lock:
+            ended = [(one.seq.id, one.seq.epoch) for one in self._shared.outgoing.values() if one.seq]
+        for request, epoch in ended:
+            self.abort_attempts(request, epoch)
+        return ended
+
+    def close(self) -> None:
+        """Wait for the thread, and free what is left. Another role can use the engine then."""
+        self._tasks.close()
+        self.abandon_all()
+        self.exchange.on_save_begun = ignore_save
+
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` of the engine, with the counts of leases and of the transfer buffer added."""
+        with self._shared.lock:
+            ledger = self._shared.ledger
+            return msgspec.structs.replace(
+                self.buffer.complete_stats(stats),
+                offers_waiting=len(self._shared.outgoing) - len(ledger) + self.exchange.num_waiting,
+                leases=len(ledger),
+                leases_expired=ledger.num_expired,
+                late_messages=ledger.late_messages,
+            )
+
+    def _on_thread_died(self, error: BaseException) -> None:
+        self._error = error
+        self.link.wake_poll()

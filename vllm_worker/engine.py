@@ -149,7 +149,9 @@ class VllmEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would progress now: vLLM holds something, and the engine does not rest."""
-        return self.port.has_work and self._clock() >= self._rests_until_s
+        if not self.port.has_work:
+            return False
+        return self._clock() >= self._rests_until_s or not self.port.is_waiting_only
 
     @property
     def deadline_s(self) -> float | None:
@@ -193,7 +195,8 @@ class VllmEngine:
     def take_saved(self) -> list[tuple[Sequence | None, SavedKv]]:
         """The KV that has arrived in the transfer buffer since the last call; its slabs are the caller's.
 
-        Without a sequence it was aborted meanwhile. The sequence's `slabs` and `computed` say what it offers.
+        Without a sequence it was aborted meanwhile. The sequence's `slabs` and `computed` say what it offers; KV of no
+        tokens could not be saved.
         """
         self._collect()
         taken, self._saved = self._saved, []

@@ -10,7 +10,7 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
-from vllm_worker.port import LayerPart, PortFacts
+from vllm_worker.port import PortFacts
 
 ENGINES_PAGE = "docs/engines.md has what is supported"
 
@@ -62,7 +62,8 @@ def read_facts(core: Any, version: str, is_cpu: bool) -> PortFacts:
             f"vLLM has blocks of {spec.block_size} tokens, not of {CHUNK_TOKENS}", "", ENGINES_PAGE
         )
     attention = {facts["attention"] for facts in core.collective_rpc(read_worker_facts)}
-    parts = tuple(LayerPart(name, layer_bytes(spec, name)) for name in groups[0].layer_names)
+    connector = core.scheduler.connector
+    parts = () if connector is None else tuple(connector.layer_parts())
     model = config.model_config
     return PortFacts(
         version=version,
@@ -90,12 +91,6 @@ def read_facts(core: Any, version: str, is_cpu: bool) -> PortFacts:
     )
 
 
-def layer_bytes(spec: Any, name: str) -> int:
-    """Bytes of one block of layer `name`, on one rank; `spec` is that of the layer's group."""
-    specs = getattr(spec, "kv_cache_specs", None)
-    return int((spec if specs is None else specs[name]).page_size_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class ConfigFacts:
     """What is known of an engine before it loads weights. `block_bytes` are those of one rank, 0 if unknown."""
@@ -114,7 +109,10 @@ def describe_config(config: Any, is_cpu: bool) -> ConfigFacts:
     width = {"float32": 4}.get(str(model.dtype).removeprefix("torch."), 2)
     if str(config.cache_config.cache_dtype).startswith("fp8"):
         width = 1
-    heads, layers = model.get_num_kv_heads(config.parallel_config), model.get_num_layers(config.parallel_config)
+    heads, layers = (
+        model.get_num_kv_heads(config.parallel_config),
+        model.get_num_layers(config.parallel_config),
+    )
     # With multi-head latent attention a token has one compressed vector.
     vectors = 1 if model.use_mla else 2 * heads
     return ConfigFacts(

@@ -10,11 +10,14 @@ KV blocks. A block of vLLM is a chunk of ours: `diptych.chunks.CHUNK_TOKENS` tok
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from diptych.errors import DiptychError
 from diptych.messages import Logprob
 from diptych.request import SamplingParams
+
+if TYPE_CHECKING:
+    from kvtransfer.transfer_buffer import TransferBuffer
 
 
 class PortRefused(DiptychError):
@@ -157,6 +160,9 @@ class EnginePort(Protocol):
     """vLLM as `vllm_worker.engine.VllmEngine` drives it. One thread calls everything."""
 
     facts: PortFacts
+
+    def attach_buffer(self, buffer: TransferBuffer) -> None:
+        """Let KV leave for `buffer` and be loaded from it, from now on. Without it nothing can be saved."""
 
     def add(self, request: PortRequest) -> None:
         """Queue a request. Raises PortRefused, after which nothing is held for it and its load plan is not used."""

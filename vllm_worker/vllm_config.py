@@ -56,7 +56,9 @@ def _in_our_words() -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = " ".join(line for line in lines if "errors.pydantic.dev" not in line)[:400]
         fix = "see the worker's log; --vllm-args passes vLLM's own flags"
-        raise ModelError("vLLM refuses the model or its options", f"{type(error).__name__}: {why}", fix) from error
+        raise ModelError(
+            "vLLM refuses the model or its options", f"{type(error).__name__}: {why}", fix
+        ) from error
 
 
 def is_cpu_build() -> bool:

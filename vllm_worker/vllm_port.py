@@ -21,6 +21,7 @@ from vllm_worker.sampling import build_sampling
 
 if TYPE_CHECKING:
     from kvtransfer.transfer_buffer import TransferBuffer
+    from vllm_worker.exchange import KvExchange
 
 # The least log-probability that a token is reported with, as on our own workers.
 LOWEST_LOGPROB = -9999.0
@@ -51,7 +52,9 @@ class VllmPort:
 
         self.facts = facts
         self._core, self._inputs, self._lost = core, inputs, lost
-        self._scheduler, self._connector = core.scheduler, core.scheduler.connector
+        self._scheduler = core.scheduler
+        # The connector's part in the scheduler (`vllm_worker.exchange.KvExchange`); None: no KV is handed over.
+        self.exchange: KvExchange | None = getattr(core.scheduler.connector, "exchange", None)
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._tasks = core.get_supported_tasks()
         self._make_sampling, self._make_grammar = SamplingParams, StructuredOutputsParams
@@ -74,8 +77,9 @@ class VllmPort:
         self._closed = False
 
     def attach_buffer(self, buffer: TransferBuffer) -> None:
-        """Let KV leave for `buffer` and be loaded from it, from now on. Without it nothing can be saved."""
-        self._connector.attach_buffer(buffer)
+        """See `EnginePort.attach_buffer`."""
+        assert self.exchange is not None, "the engine was opened without a connector"
+        self.exchange.attach_buffer(buffer, self.facts.ranks)
 
     def add(self, request: PortRequest) -> None:
         """See `EnginePort.add`."""
@@ -106,6 +110,8 @@ class VllmPort:
 
     def abort(self, keys: list[str]) -> None:
         """See `EnginePort.abort`."""
+        if self.exchange is not None:
+            self.exchange.abort_saves(keys)
         names = [self._forget(key).name for key in keys if key in self._entries]
         if names:
             self._core.abort_requests(names)
@@ -133,19 +139,19 @@ class VllmPort:
     @property
     def is_waiting_only(self) -> bool:
         """See `EnginePort.is_waiting_only`. Grammars that are being compiled are waited for, too."""
-        return self._idle
+        return self._idle and (self.exchange is None or not self.exchange.can_progress)
 
     def saved(self) -> list[SavedKv]:
         """See `EnginePort.saved`."""
-        return [] if self._connector is None else list(self._connector.take_saved())
+        return [] if self.exchange is None else self.exchange.take_saved()
 
     def loaded(self) -> list[str]:
         """See `EnginePort.loaded`."""
-        return [] if self._connector is None else list(self._connector.take_loaded())
+        return [] if self.exchange is None else self.exchange.take_loaded()
 
     def failed_loads(self) -> list[str]:
         """See `EnginePort.failed_loads`."""
-        return [] if self._connector is None else list(self._connector.take_failed_loads())
+        return [] if self.exchange is None else self.exchange.take_failed_loads()
 
     @property
     def held_blocks(self) -> int:
@@ -179,6 +185,8 @@ class VllmPort:
         if not self._closed:
             self._closed = True
             self._core.shutdown()
+            if self.exchange is not None:
+                self.exchange.close()
 
     def _forget(self, key: str) -> _Entry:
         entry = self._entries.pop(key)

@@ -72,7 +72,7 @@ class VllmDecodeRole:
     ) -> None:
         self.link, self.engine, self.buffer, self.fetcher = link, engine, buffer, fetcher
         self._key, self._fingerprint, self._clock = key, fingerprint, clock
-        # Requests by key: without a ticket, with one but without slabs, and being pulled. Then the slabs that vLLM reads.
+        # By key: requests without a ticket, with one but without slabs, and being pulled; and slabs that vLLM reads.
         self._expecting: dict[str, KvArrival] = {}
         self._waiting: dict[str, KvArrival] = {}
         self._moving: dict[str, KvArrival] = {}

@@ -22,7 +22,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from diptych.errors import DiptychError, TransferError
-from diptych.messages import Failed, Offer, Opened, OpenTransport, Prefill, Release, Renew, ToWorker, WorkerStats
+from diptych.messages import (
+    Failed,
+    Offer,
+    Opened,
+    OpenTransport,
+    Prefill,
+    Release,
+    Renew,
+    ToWorker,
+    WorkerStats,
+)
 from engine.sequence import Sequence, SequenceRefused
 from kvtransfer.cooperative import CoopTask
 from kvtransfer.leases import LeaseLedger

@@ -157,8 +157,8 @@ def aborts_free_everything(rig: Rig) -> None:
     """In each phase: waiting, prefilling, decoding, being saved, about to be loaded, decoding after a load."""
     prompt = rig.prompt(300, seed=81)
 
-    def begin(**options: bool) -> tuple[Sequence, Answer]:
-        seq = rig.sequence(prompt, greedy(50), **options)
+    def begin(hold_kv: bool = False) -> tuple[Sequence, Answer]:
+        seq = rig.sequence(prompt, greedy(50), hold_kv=hold_kv)
         return seq, rig.add(seq)
 
     def begin_load() -> tuple[Sequence, Answer]:

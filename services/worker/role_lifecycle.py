@@ -73,7 +73,7 @@ class EngineRoles(Protocol):
         """The accounts of all KV that a role or the engine may hold."""
 
     @property
-    def traits(self) -> list[str]:
+    def traits(self) -> tuple[str, ...]:
         """What the worker can continue exactly, for `Hello`."""
 
     def make_prefill(

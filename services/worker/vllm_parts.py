@@ -9,65 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from diptych.channel.keys import load_transfer_key
-from diptych.errors import ConfigError
-from diptych.process import SupervisorPipe
 from diptych.specs import WorkerSpec
 from engine.model.checkpoint import folder_fingerprint
 from services.worker.role_lifecycle import WorkerParts
-from vllm_worker import preflight
 from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
-from vllm_worker.engine_args import EngineOptions
 from vllm_worker.port import EnginePort, PortFacts
 from vllm_worker.roles import VllmRoles
-
-
-def build_vllm_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
-    """Load the model into vLLM, in this process, and make the transfer buffer.
-
-    Raises:
-        ConfigError: this vLLM is not supported, or its arguments contradict ours.
-        ModelError: vLLM refuses the model, or it does not fit.
-    """
-    try:
-        preflight.check_interpreter()
-        preflight.check_version()
-    except preflight.Refusal as refusal:
-        raise ConfigError(**refusal.parts) from None
-    # Imported only here: what is built of a port is tested without vLLM.
-    from vllm_worker.vllm_config import open_vllm
-
-    port = open_vllm(engine_options(spec))
-    supervisor.report_progress("load")
-    supervisor.report_progress("warm", 0)
-    try:
-        parts = build_parts(spec, port)
-    except BaseException:
-        port.close()
-        raise
-    supervisor.report_progress("warm")
-    return parts
-
-
-def engine_options(spec: WorkerSpec) -> EngineOptions:
-    """What a worker with this specification asks of vLLM.
-
-    On the CPU the KV has the planned size; on a GPU vLLM takes this worker's share of the memory, unless a size is set.
-    """
-    on_gpu = spec.device == "cuda"
-    return EngineOptions(
-        model=spec.model,
-        dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
-        kv_bytes=spec.kv_bytes if spec.kv_bytes_asked or not on_gpu else None,
-        gpu_memory_utilization=spec.gpu_memory_utilization / spec.gpu_workers if on_gpu else None,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        tp=spec.tp,
-        prefix_caching=spec.prefix_caching,
-        chunked_prefill=spec.chunked_prefill,
-        vllm_args=spec.vllm_args,
-    )
 
 
 def build_parts(spec: WorkerSpec, port: EnginePort) -> WorkerParts:

@@ -52,7 +52,12 @@ def check_interpreter() -> None:
 
 def check_version() -> None:
     """Check that this version of vLLM is one on which the suite has passed, with all names in place. Raises Refusal."""
-    from vllm_worker.used_names import SUPPORTED_VERSIONS, installed_version, is_supported, missing_names
+    from vllm_worker.setup.used_names import (
+        SUPPORTED_VERSIONS,
+        installed_version,
+        is_supported,
+        missing_names,
+    )
 
     version, missing = installed_version() or "of unknown version", missing_names()
     if is_supported(version) and not missing:
@@ -73,14 +78,14 @@ def check_version() -> None:
 
 
 def inspect_model(question: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM says of the model with these options, which are those of `vllm_worker.engine_args.EngineOptions`.
+    """What vLLM says of the model with these options, which are those of `vllm_worker.setup.engine_args.EngineOptions`.
 
     `device` is the one that was asked for. Raises Refusal, or an error in three parts.
     """
-    from vllm_worker.engine_args import EngineOptions
-    from vllm_worker.model_facts import describe_config
-    from vllm_worker.used_names import installed_version
-    from vllm_worker.vllm_config import create_config, is_cpu_build
+    from vllm_worker.setup.engine_args import EngineOptions
+    from vllm_worker.setup.model_facts import describe_config
+    from vllm_worker.setup.used_names import installed_version
+    from vllm_worker.setup.vllm_config import create_config, is_cpu_build
 
     asked, version = question.pop("device"), installed_version()
     device = "cpu" if is_cpu_build() else "cuda"

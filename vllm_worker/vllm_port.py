@@ -82,7 +82,7 @@ class VllmPort:
         self.exchange.attach_buffer(buffer, self.facts.ranks)
 
     def add(self, request: PortRequest) -> None:
-        """See `EnginePort.add`."""
+        """See `EnginePort.add`. Raises PortRefused."""
         if request.key in self._entries:
             raise PortRefused("internal_error", f"{request.key} is here already")
         values = build_sampling(request, self.facts, self._end_id)
@@ -119,7 +119,7 @@ class VllmPort:
             self._idle = False
 
     def step(self) -> list[PortOutput]:
-        """See `EnginePort.step`."""
+        """See `EnginePort.step`. Raises DeviceLost if a rank has ended."""
         if self._lost:
             raise DeviceLost(self._lost[0])
         outputs, executed = self._core.step_fn()

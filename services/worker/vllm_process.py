@@ -17,8 +17,8 @@ if __name__ == "__main__":
 from diptych.errors import ConfigError
 from diptych.specs import WorkerSpec
 from vllm_worker import preflight
-from vllm_worker.engine_args import EngineOptions
 from vllm_worker.port import EnginePort
+from vllm_worker.setup.engine_args import EngineOptions
 
 
 def main(spec: WorkerSpec, supervisor: SupervisorPipe) -> int:
@@ -52,7 +52,7 @@ def open_port(spec: WorkerSpec) -> EnginePort:
     except preflight.Refusal as refusal:
         raise ConfigError(**refusal.parts) from None
     # Imported only here: the checks say what is wrong, if this fails.
-    from vllm_worker.vllm_config import open_vllm
+    from vllm_worker.setup.vllm_config import open_vllm
 
     return open_vllm(engine_options(spec))
 

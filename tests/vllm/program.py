@@ -14,9 +14,9 @@ from dataclasses import asdict
 from tests.vllm.behaviours import BEHAVIOURS, run_behaviour
 from tests.vllm.rig import Rig
 from vllm_worker.buffer import open_buffer
-from vllm_worker.engine_args import EngineOptions
-from vllm_worker.used_names import missing_names
-from vllm_worker.vllm_config import open_vllm
+from vllm_worker.setup.engine_args import EngineOptions
+from vllm_worker.setup.used_names import missing_names
+from vllm_worker.setup.vllm_config import open_vllm
 
 # Bytes of one block of the embedded model in float32, and how many of them the engine has: few, so that some sequences
 # are preempted, but enough for the longest.

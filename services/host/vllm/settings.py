@@ -10,7 +10,7 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError
 from diptych.specs import EMULATED, VLLM
-from vllm_worker.engine_args import check_vllm_args
+from vllm_worker.setup.engine_args import check_vllm_args
 
 # Settings that mean nothing to Diptych's own engine.
 VLLM_SETTINGS = ("vllm_python", "vllm_args")

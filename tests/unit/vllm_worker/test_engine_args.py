@@ -7,7 +7,13 @@ import json
 import pytest
 
 from diptych.errors import ConfigError
-from vllm_worker.engine_args import EngineOptions, build_arguments, check_vllm_args, chunks_prompts, flag_name
+from vllm_worker.setup.engine_args import (
+    EngineOptions,
+    build_arguments,
+    check_vllm_args,
+    chunks_prompts,
+    flag_name,
+)
 
 
 @pytest.mark.parametrize(

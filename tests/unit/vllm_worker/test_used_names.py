@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from vllm_worker.used_names import SUPPORTED_VERSIONS, USED_NAMES, is_supported, missing_names
+from vllm_worker.setup.used_names import SUPPORTED_VERSIONS, USED_NAMES, is_supported, missing_names
 
 
-def test_missing_names_are_told_apart() -> None:
+def test_missing_names_are_listed() -> None:
     used = [
         ("dataclasses", ("dataclass", "Field.name", "nothing", "replace(obj)")),
         ("json", ("loads(s, object_hook)", "loads(missing)", "JSONDecoder.decode", "JSONDecoder.encode")),
@@ -39,7 +39,10 @@ def test_names_are_listed_for_real_modules() -> None:
 
 
 def test_nothing_of_vllm_or_torch_is_loaded_by_what_is_pure() -> None:
-    pure = "used_names, engine_args, sampling, port, engine, model_facts"
-    code = f"import sys; from vllm_worker import {pure}; print({{'vllm', 'torch'}} & set(sys.modules))"
+    code = (
+        "import sys; from vllm_worker import sampling, port, engine;"
+        "from vllm_worker.setup import used_names, engine_args, model_facts;"
+        "print({'vllm', 'torch'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 from diptych.errors import ConfigError, DiptychError, ModelError, raise_if_lost
 from diptych.request import Grammar, SamplingParams
-from vllm_worker.engine_args import EngineOptions, build_arguments, chunks_prompts
-from vllm_worker.model_facts import check_config, read_facts
 from vllm_worker.port import PortRefused, PortRequest
+from vllm_worker.setup.engine_args import EngineOptions, build_arguments, chunks_prompts
+from vllm_worker.setup.model_facts import check_config, read_facts
 from vllm_worker.vllm_port import VllmPort
 
 log = logging.getLogger(__name__)

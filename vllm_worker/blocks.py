@@ -20,6 +20,9 @@ import torch
 
 from vllm_worker.port import LayerPart
 
+# Most bytes that copies take of the device's memory, unless one block is larger.
+MAX_STAGED_BYTES = 32 << 20
+
 
 class PlacedLayers(Protocol):
     """The fields of vLLM's `KVCacheTensor` that say where the blocks of some layers are; all but `layers` are bytes."""
@@ -109,7 +112,9 @@ class RankBlocks:
             raise ValueError(f"a slab of {slabs.shape[1]} bytes has no room for rank {rank}")
         self._own = slabs[:, start : start + self.part_bytes]
         self._views = split_regions(cache, regions, num_blocks)
-        self._on_cpu = cache.device.type == "cpu"
+        self._device = cache.device
+        # On a device the parts of a slab are gathered there, so that each slab is one copy over the bus.
+        self._is_staged = cache.device.type != "cpu"
 
     def save(self, blocks: Sequence[int], slabs: Sequence[int]) -> None:
         """Copy the blocks to slabs of the buffer, one each.
@@ -121,11 +126,12 @@ class RankBlocks:
             IndexError: there is no such block or slab.
         """
         self._check_numbers(blocks, slabs)
-        if not self._on_cpu:
-            index = torch.tensor(blocks, dtype=torch.int64, device=self._views[0].device)
-            gathered = torch.cat([view.index_select(0, index) for view in self._views], dim=1)
-            for first, slab, count in join_runs(range(len(blocks)), slabs):
-                self._own[slab : slab + count].copy_(gathered[first : first + count])
+        if self._is_staged:
+            for piece, own in self._staged_pieces(blocks, slabs):
+                staged = torch.cat([view.index_select(0, piece) for view in self._views], dim=1)
+                for row, slab in enumerate(own):
+                    self._own[slab].copy_(staged[row], non_blocking=True)
+                self._finish_copies()
             return
         for block, slab, count in join_runs(blocks, slabs):
             for view, part in self._pieces(slab, count):
@@ -134,20 +140,35 @@ class RankBlocks:
     def load(self, blocks: Sequence[int], slabs: Sequence[int]) -> None:
         """Copy slabs of the buffer to the blocks, one each. Raises as `save`."""
         self._check_numbers(blocks, slabs)
-        if not self._on_cpu:
-            device = self._views[0].device
-            index = torch.tensor(blocks, dtype=torch.int64, device=device)
-            staged = torch.empty((len(blocks), self.part_bytes), dtype=torch.uint8, device=device)
-            for first, slab, count in join_runs(range(len(blocks)), slabs):
-                staged[first : first + count].copy_(self._own[slab : slab + count])
-            at = 0
-            for view in self._views:
-                view.index_copy_(0, index, staged[:, at : at + view.shape[1]])
-                at += view.shape[1]
+        if self._is_staged:
+            for piece, own in self._staged_pieces(blocks, slabs):
+                shape = (len(own), self.part_bytes)
+                staged = torch.empty(shape, dtype=torch.uint8, device=self._device)
+                for row, slab in enumerate(own):
+                    staged[row].copy_(self._own[slab], non_blocking=True)
+                at = 0
+                for view in self._views:
+                    view.index_copy_(0, piece, staged[:, at : at + view.shape[1]])
+                    at += view.shape[1]
+                self._finish_copies()
             return
         for block, slab, count in join_runs(blocks, slabs):
             for view, part in self._pieces(slab, count):
                 view[block : block + count].copy_(part)
+
+    def _staged_pieces(
+        self, blocks: Sequence[int], slabs: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+        """So many (blocks, slabs) at a time that staging them needs little of the device's memory."""
+        most = max(1, MAX_STAGED_BYTES // self.part_bytes)
+        for first in range(0, len(blocks), most):
+            piece = torch.tensor(blocks[first : first + most], dtype=torch.int64, device=self._device)
+            yield piece, slabs[first : first + most]
+
+    def _finish_copies(self) -> None:
+        """Wait for all work on the device's current stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Make every byte of the blocks zero. Raises IndexError if there is no such block."""

@@ -32,7 +32,7 @@ class RankCopies:
         part_bytes = sum(region.block_bytes for region in regions)
         self._blocks = self._make_blocks(torch.empty((0, (rank + 1) * part_bytes), dtype=torch.uint8))
         self._mapped: MappedBuffer | None = None
-        self._rank = rank
+        self._rank, self._device = rank, cache.device
         self._plan = StepPlan()
         self._failed: set[int] = set()
         self._invalid: set[int] = set()
@@ -41,7 +41,7 @@ class RankCopies:
     def begin_step(self, plan: StepPlan) -> None:
         """Zero blocks and make the saves of `plan`, before anything of its step is computed."""
         self._plan = plan
-        if plan.buffer is not None and (plan.saves or plan.loads):
+        if plan.buffer is not None:
             self._attempt("open the buffer", lambda: self._map(plan))
         self._attempt("zero blocks", lambda: self._blocks.zero(plan.zeroed))
         for copies in plan.saves:
@@ -78,9 +78,19 @@ class RankCopies:
         if address is None or (self._mapped is not None and self._mapped.address == address):
             return
         mapped = MappedBuffer(address)
-        slabs = torch.frombuffer(mapped.slabs, dtype=torch.uint8)
-        self._blocks = self._make_blocks(slabs.view(address.num_slabs, address.slab_bytes))
+        slabs = torch.frombuffer(mapped.slabs, dtype=torch.uint8).view(address.num_slabs, address.slab_bytes)
+        self._blocks = self._make_blocks(slabs)
         self._mapped = mapped
+        if self._device.type == "cuda":
+            # Without it copies are slow, but right.
+            self._attempt("page-lock the buffer", lambda: self._lock_pages(slabs))
+
+    def _lock_pages(self, slabs: torch.Tensor) -> None:
+        """Let the device copy without the host's help. Raises OSError."""
+        # Imported only here: a rank on the CPU needs no device.
+        from kvcache.device.page_lock import PageLock, report_nothing
+
+        self._page_lock = PageLock(slabs, self._device, report_nothing)
 
     def _save(self, copies: BlockCopies) -> None:
         """Make the copies of one save, and mark them made or failed."""

@@ -8,9 +8,10 @@ import random
 import socket
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -63,6 +64,9 @@ def make_prompts(chance: random.Random, vocab: int) -> dict[str, list[int]]:
 def name_prompts(prompts: dict[str, list[int]], tag: str) -> dict[str, list[int]]:
     """The prompts under other names."""
     return {f"{tag} {name}": prompt for name, prompt in prompts.items()}
+
+
+M = TypeVar("M", Offer, Pulled)
 
 
 class LinkedWorker:
@@ -146,6 +150,21 @@ class LinkedWorker:
         """The first message of a kind about a request, or None."""
         return next((one for one in self.said if isinstance(one, kind) and one.request == request), None)
 
+    def wait_first(self, kind: type[M], request: str) -> M:
+        """The first message of a kind about a request, when it has come."""
+        self.wait_for(lambda: self.first(kind, request))
+        found: M = self.first(kind, request)
+        return found
+
+    def wait_outputs(self, request: str) -> None:
+        """Returns when the request has its first output."""
+        self.wait_for(lambda: self.outputs(request))
+
+    def wait_end(self, request: str) -> str:
+        """How the request ends, when it has: a finish reason or a failure code."""
+        self.wait_for(lambda: self.ended(request))
+        return self.ended(request)
+
     def close(self) -> None:
         self._connection.close()
         try:
@@ -187,7 +206,7 @@ class LinkedPair:
         self.prefill.tell(
             Prefill(name, 0, prompt, [], sampling, 600.0, Tenancy(scope=scope), defer_first=defer)
         )
-        return self.prefill.wait_for(lambda: self.prefill.first(Offer, name))
+        return self.prefill.wait_first(Offer, name)
 
     def admit(
         self, name: str, prompt: list[int], sampling: SamplingParams, ticket: bytes, scope: str = ""
@@ -204,12 +223,12 @@ class LinkedPair:
                 Prefill(name, 0, prompt, [], sampling, 600.0, Tenancy(scope=scope), defer_first=defer)
             )
         for name, prompt in prompts.items():
-            offer = self.prefill.wait_for(lambda name=name: self.prefill.first(Offer, name))
+            offer = self.prefill.wait_first(Offer, name)
             self.admit(name, prompt, sampling, offer.ticket, scope)
-            self.decode.wait_for(lambda name=name: self.decode.first(Pulled, name) or self.decode.ended(name))
+            self.decode.wait_first(Pulled, name)
             self.prefill.tell(Release(name, 0))
         for name in prompts:
-            self.decode.wait_for(lambda name=name: self.decode.ended(name))
+            self.decode.wait_end(name)
         return {name: self.prefill.tokens(name) + self.decode.tokens(name) for name in prompts}
 
     def references(self, prompts: dict[str, list[int]], sampling: SamplingParams) -> dict[str, list[int]]:
@@ -218,13 +237,13 @@ class LinkedPair:
         for name, prompt in prompts.items():
             self.decode.tell(Generate(f"{REFERENCE} {name}", 0, prompt, [], sampling, 600.0, scope))
         for name in prompts:
-            self.decode.wait_for(lambda name=name: self.decode.ended(f"{REFERENCE} {name}"))
+            self.decode.wait_end(f"{REFERENCE} {name}")
         return {name: self.decode.tokens(f"{REFERENCE} {name}") for name in prompts}
 
     def check_rest(self) -> None:
         """Nothing is held at either worker."""
         for worker in (self.prefill, self.decode):
-            report = worker.wait_for(lambda worker=worker: _at_rest(worker.report()))
+            report = worker.wait_for(partial(_find_rest, worker))
             assert report["held_blocks"] == 0 and not report["owners"].keys() - {"vLLM", "copies"}, report
 
     def close(self) -> None:
@@ -232,5 +251,7 @@ class LinkedPair:
         self.decode.close()
 
 
-def _at_rest(report: dict[str, Any]) -> dict[str, Any] | None:
+def _find_rest(worker: LinkedWorker) -> dict[str, Any] | None:
+    """A worker's report, if it is at rest."""
+    report = worker.report()
     return None if report["busy"] or report["used"] else report

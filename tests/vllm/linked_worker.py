@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -27,11 +28,17 @@ from vllm_worker.engine import VllmEngine
 from vllm_worker.roles import VllmRoles
 from vllm_worker.setup.engine_args import EngineOptions
 from vllm_worker.setup.vllm_config import open_vllm
+from vllm_worker.vllm_port import VllmPort
 from worker.loop import LatestStats, WorkerLoop
 
 KEY, FINGERPRINT = bytes(range(32)), "model"
 MAX_MODEL_LEN, NUM_BLOCKS, NUM_SLABS = 2048, 70, 40
 REPORT = b"report"
+
+
+def report_nothing() -> dict[str, object]:
+    """There is no loop yet."""
+    return {}
 
 
 class PipeLink:
@@ -40,7 +47,7 @@ class PipeLink:
     def __init__(self, connection: Connection) -> None:
         self.gateway_lost = self.is_congested = False
         self._connection, self._lock = connection, threading.Lock()
-        self._inbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Makes the line of JSON that is asked for; it is called on the loop's thread.
         self.report = dict
         threading.Thread(target=self._read, daemon=True).start()
@@ -64,7 +71,7 @@ class PipeLink:
             self._connection.send_bytes(json.dumps(line).encode())
 
     def poll_messages(self, timeout_s: float) -> list[ToWorker]:
-        payloads, messages = [], []
+        payloads, messages = list[bytes | None](), list[ToWorker]()
         try:
             payloads.append(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
             while True:
@@ -101,6 +108,18 @@ def make_hello(name: str, role: str) -> Hello:
     )
 
 
+def make_report(loop: WorkerLoop, roles: VllmRoles, port: VllmPort, latest: LatestStats) -> dict[str, object]:
+    """What is held, and what was counted."""
+    return {
+        "busy": loop.is_busy,
+        "used": roles.books.used,
+        "owners": roles.books.owners(),
+        "held_blocks": port.held_blocks,
+        "stats": msgspec.structs.asdict(latest.stats),
+        "cpu_s": time.process_time(),
+    }
+
+
 def serve(name: str, first_role: str, link: PipeLink, model: str, ranks: int) -> None:
     """Serve in roles until told to drain."""
     options = EngineOptions(
@@ -129,14 +148,7 @@ def serve(name: str, first_role: str, link: PipeLink, model: str, ranks: int) ->
         else:
             made, close = roles.make_decode(link)
         loop = WorkerLoop(link, engine, made, roles.books, latest, fingerprint=FINGERPRINT)
-        link.report = lambda loop=loop, latest=latest: {  # type: ignore[misc]
-            "busy": loop.is_busy,
-            "used": roles.books.used,
-            "owners": roles.books.owners(),
-            "held_blocks": port.held_blocks,
-            "stats": msgspec.structs.asdict(latest.stats),
-            "cpu_s": time.process_time(),
-        }
+        link.report = partial(make_report, loop, roles, port, latest)
         endpoints = {} if sources is None else sources.endpoints()
         address = buffer.memory.address()
         link.send_line(

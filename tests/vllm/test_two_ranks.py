@@ -41,6 +41,6 @@ def test_a_flipped_byte_in_the_part_of_either_rank_is_found(pair: LinkedPair, ra
     assert any(part), "the rank has written its part"
     part[100] ^= 1
     pair.admit(name, prompt, GREEDY, offer.ticket)
-    assert pair.decode.wait_for(lambda: pair.decode.ended(name)) == "kv_corrupt"
+    assert pair.decode.wait_end(name) == "kv_corrupt"
     pair.prefill.tell(Release(name, 0))
     pair.check_rest()

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from vllm_worker import blocks
 from vllm_worker.blocks import RankBlocks, find_regions, join_runs, layer_parts
 
 NUM_BLOCKS = 9
@@ -64,15 +65,15 @@ def test_blocks_survive_the_way_through_the_buffer(
     part = layers * heads * page
     assert sum(one.block_bytes for one in layer_parts(regions)) == part
     slabs = torch.zeros((6, ranks * part), dtype=torch.uint8)
-    blocks, own_slabs, target_blocks = [3, 4, 0], [1, 2, 5], [8, 1, 2]
+    old_blocks, own_slabs, target_blocks = [3, 4, 0], [1, 2, 5], [8, 1, 2]
     for rank in range(ranks):
         source = torch.randint(1, 256, (part * NUM_BLOCKS,), dtype=torch.uint8)
         target = torch.zeros_like(source)
-        RankBlocks(source, regions, NUM_BLOCKS, slabs, rank).save(blocks, own_slabs)
+        RankBlocks(source, regions, NUM_BLOCKS, slabs, rank).save(old_blocks, own_slabs)
         RankBlocks(target, regions, NUM_BLOCKS, slabs, rank).load(target_blocks, own_slabs)
         expected = torch.zeros_like(target)
         for (old, new), layer, head in product(
-            zip(blocks, target_blocks, strict=True), range(layers), range(heads)
+            zip(old_blocks, target_blocks, strict=True), range(layers), range(heads)
         ):
             begin, end = (page_start(layout, layers, heads, page, layer, head, block) for block in (old, new))
             expected[end : end + page] = source[begin : begin + page]
@@ -80,13 +81,17 @@ def test_blocks_survive_the_way_through_the_buffer(
     assert all(bool(slabs[slab].all()) == (slab in own_slabs) for slab in range(6)), "other slabs changed"
 
 
+@pytest.mark.parametrize("most", [1, 1000, 1 << 20])
 @pytest.mark.parametrize("layout", ["LBHNC", "LHBNC", "BLHNC"])
-def test_the_way_of_a_device_gives_the_same_bytes(layout: str) -> None:
+def test_the_way_of_a_device_gives_the_same_bytes(
+    layout: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_STAGED_BYTES", most)
     regions = find_regions(place_layers(layout, 3, 2, 64), NUM_BLOCKS)
     cache, part = torch.randint(0, 256, (3 * 2 * 64 * NUM_BLOCKS,), dtype=torch.uint8), 3 * 2 * 64
     slabs = [torch.zeros((5, 2 * part), dtype=torch.uint8) for _ in range(2)]
     direct, staged = (RankBlocks(cache, regions, NUM_BLOCKS, one, 1) for one in slabs)
-    staged._on_cpu = False
+    staged._is_staged = True
     for one in (direct, staged):
         one.save([7, 8, 2], [0, 1, 4])
     assert torch.equal(*slabs)
@@ -139,11 +144,11 @@ def test_layers_that_share_their_memory_are_copied_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slabs", "error"),
+    ("numbers", "slabs", "error"),
     [([0], [0, 1], ValueError), ([9], [0], IndexError), ([-1], [0], IndexError), ([0], [2], IndexError)],
 )
 def test_copies_that_do_not_exist_change_nothing(
-    blocks: list[int], slabs: list[int], error: type[Exception]
+    numbers: list[int], slabs: list[int], error: type[Exception]
 ) -> None:
     regions = find_regions(place_layers("LBHNC", 2, 1, 64), NUM_BLOCKS)
     cache, buffer = (
@@ -153,7 +158,7 @@ def test_copies_that_do_not_exist_change_nothing(
     rank = RankBlocks(cache, regions, NUM_BLOCKS, buffer, 0)
     for copy in (rank.save, rank.load):
         with pytest.raises(error):
-            copy(blocks, slabs)
+            copy(numbers, slabs)
     assert bool((cache == 1).all()) and bool((buffer == 3).all())
 
 

@@ -19,7 +19,7 @@ QUICK := $(addprefix tests/unit/, test_house.py test_house_names.py test_house_t
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test quick check lint types contracts tests soak faults containers gpu gpu-check install docs clean
+.PHONY: help serve test quick check lint types contracts tests soak faults containers gpu gpu-check vllm install docs clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -68,6 +68,10 @@ gpu: $(STAMP) ## Those that need a CUDA device
 
 gpu-check: $(STAMP) ## What only a CUDA device can tell, within eight minutes: .run/gpu_check/result.json; Error 3 without one
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+vllm: $(STAMP) ## vLLM's build for CPUs in .vllm, and the tests that need it; ARGS='-k served' for some
+	@PYTHON="$(PYTHON)" deploy/install_vllm.sh
+	@TEST_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(BIN)/python -m pytest tests/vllm --override-ini timeout=1500 $(ARGS)
 
 docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, dashboards, docs/results
 	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md

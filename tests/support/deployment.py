@@ -37,6 +37,7 @@ from services.host.device_settings import apply_device
 from services.host.model_probe import resolve_model
 from services.host.ports import claim_port
 from services.host.supervision.supervisor import Supervisor
+from services.host.vllm.interpreter import worker_command, worker_environment
 from tests.support import waiting
 from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
 
@@ -229,9 +230,10 @@ def plan_deployment(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
 def make_part(
     name: str, module: str, spec: WorkerSpec | GatewaySpec, what: DeploymentSpec, steady_s: float = 30.0
 ) -> Supervisor:
-    threads = spec.threads if isinstance(spec, WorkerSpec) else 1
-    environ = ucx_on_loopback(child_environment(threads, clean_environ()))
-    command = [sys.executable, "-m", module]
+    command, environ = [sys.executable, "-m", module], child_environment(1, clean_environ())
+    if isinstance(spec, WorkerSpec):
+        command, environ = worker_command(spec, module), worker_environment(spec, clean_environ())
+    environ = ucx_on_loopback(environ)
     return Supervisor(
         name, command, msgspec.json.encode(spec), what.log_path(name), environ, steady_s=steady_s
     )

@@ -24,6 +24,8 @@ VLLM_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# How much vLLM logs, unless the user has set it: as much as Diptych does.
+LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 # What the user may set otherwise. Several workers share a machine, so none binds its threads to cores by itself.
 VLLM_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_SGL_KERNEL": "0"}
 # The first would override an argument that Diptych gives; the others name another environment.
@@ -45,7 +47,7 @@ def worker_environment(spec: WorkerSpec, environ: Mapping[str, str]) -> dict[str
     """
     if spec.engine != VLLM:
         return child_environment(spec.threads, environ)
-    return vllm_environment(spec.threads, environ)
+    return {LEVEL_VARIABLE: spec.log_level.upper()} | vllm_environment(spec.threads, environ)
 
 
 def vllm_environment(threads: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -327,11 +327,11 @@ def what_cannot_be_served_is_refused(rig: Rig) -> None:
 def a_storm_leaves_nothing(rig: Rig) -> None:
     """Random arrivals, hand-overs and aborts at random moments: every answer is right, and nothing stays held."""
     chance = random.Random(7)
-    prompts = [rig.prompt(chance.randrange(1, 300), seed=200 + i) for i in range(12)]
+    prompts = [rig.prompt(chance.randrange(1, 200), seed=200 + i) for i in range(12)]
     right = [rig.run(prompt, greedy(10)).tokens for prompt in prompts]
     running: dict[str, tuple[int, Answer, list[int]]] = {}
     checked = 0
-    for _ in range(400):
+    for _ in range(250):
         if len(running) < 8 and chance.random() < 0.5:
             which = chance.randrange(len(prompts))
             scope = chance.choice((b"", SCOPE, OTHER_SCOPE))
@@ -360,7 +360,7 @@ def a_storm_leaves_nothing(rig: Rig) -> None:
         rig.engine.abort(key.partition("#")[0], 1)
     rig.drive()
     rig.free_saved()
-    assert checked > 30, f"only {checked} answers were checked"
+    assert checked > 15, f"only {checked} answers were checked"
 
 
 BEHAVIOURS: dict[str, Callable[[Rig], None]] = {

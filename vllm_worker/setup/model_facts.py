@@ -15,24 +15,27 @@ from vllm_worker.port import PortFacts
 ENGINES_PAGE = "docs/engines.md has what is supported"
 
 
-def check_config(config: Any) -> None:
-    """Check, before weights are read, that KV of the model in vLLM's `VllmConfig` can be handed over.
+def check_model(model: Any) -> None:
+    """Check, before weights are read, that KV of the model in vLLM's `ModelConfig` can be handed over.
 
     Raises:
-        ModelError: it has KV of several kinds, none at all, other blocks, or it generates no text.
+        ModelError: it has KV of several kinds, or none at all, or it generates no text.
     """
-    model, cache = config.model_config, config.cache_config
     for refused, what in (
         (model.runner_type != "generate", "the model generates no text"),
         (model.is_encoder_decoder, "the model has an encoder, whose KV is of another kind"),
         (model.is_hybrid, "the model has layers with a state beside layers with KV"),
-        (model.is_attention_free, "the model has no KV"),
+        (model.is_attention_free, "the model has a state instead of KV"),
     ):
         if refused:
             raise ModelError(what, "KV of one kind is handed over between workers", ENGINES_PAGE)
-    if cache.block_size != CHUNK_TOKENS:
+
+
+def check_blocks(config: Any) -> None:
+    """Check the size of blocks in vLLM's `VllmConfig`. Raises ModelError if the backend has no others."""
+    if (tokens := config.cache_config.block_size) != CHUNK_TOKENS:
         raise ModelError(
-            f"vLLM has blocks of {cache.block_size} tokens here, not of {CHUNK_TOKENS}",
+            f"vLLM has blocks of {tokens} tokens here, not of {CHUNK_TOKENS}",
             "the attention backend of this model and device has no others",
             f"name another one with --vllm-args '--attention-backend NAME'; {ENGINES_PAGE}",
         )

@@ -1,6 +1,6 @@
 """Opens vLLM: its configuration, before weights are read, and its engine.
 
-    EngineOptions ─▶ vLLM's parser ─▶ VllmConfig ─check_config─▶ EngineCore ─warm_up─▶ VllmPort
+    EngineOptions ─▶ vLLM's parser ─▶ VllmConfig ─checks─▶ EngineCore ─warm_up─▶ VllmPort
 
 Only this file, `vllm_port` and the connector import vLLM. mypy cannot see it, so its objects are `Any` here. One engine
 per process: vLLM keeps its parallel groups in globals.
@@ -18,7 +18,7 @@ from diptych.errors import ConfigError, DiptychError, ModelError, raise_if_lost
 from diptych.request import Grammar, SamplingParams
 from vllm_worker.port import PortRefused, PortRequest
 from vllm_worker.setup.engine_args import EngineOptions, build_arguments, chunks_prompts
-from vllm_worker.setup.model_facts import check_config, read_facts
+from vllm_worker.setup.model_facts import check_blocks, check_model, read_facts
 from vllm_worker.vllm_port import VllmPort
 
 log = logging.getLogger(__name__)
@@ -52,13 +52,16 @@ def _in_our_words() -> Iterator[None]:
     except Exception as error:
         raise_if_lost(error)
         log.warning("vLLM cannot load the model", exc_info=True)
-        # pydantic's texts have a line per field, and a link below them.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = " ".join(line for line in lines if "errors.pydantic.dev" not in line)[:400]
         fix = "see the worker's log; --vllm-args passes vLLM's own flags"
-        raise ModelError(
-            "vLLM refuses the model or its options", f"{type(error).__name__}: {why}", fix
-        ) from error
+        raise ModelError("vLLM refuses the model or its options", shorten_error(error), fix) from error
+
+
+def shorten_error(error: Exception) -> str:
+    """One line of an error of vLLM. Errors of pydantic begin with a class, and end with a value and an address."""
+    line = " ".join(str(error).split())
+    for mark in ("Value error, ", "Assertion failed, "):
+        line = line.split(mark, 1)[-1]
+    return f"{type(error).__name__}: {line.split(' [type=', 1)[0]}"[:300]
 
 
 def is_cpu_build() -> bool:
@@ -90,11 +93,12 @@ def create_config(options: EngineOptions) -> Any:
         is_cpu = is_cpu_build()
         parser = EngineArgs.add_cli_args(Parser(prog="--vllm-args"))
         args = EngineArgs.from_cli_args(parser.parse_args(build_arguments(options, is_cpu)))
+        model = args.create_model_config()
+        check_model(model)
         if not chunks_prompts(options, is_cpu):
-            longest = int(args.create_model_config().max_model_len)
-            args.max_num_batched_tokens = max(longest, options.max_num_batched_tokens)
+            args.max_num_batched_tokens = max(int(model.max_model_len), options.max_num_batched_tokens)
         config = args.create_engine_config()
-        check_config(config)
+        check_blocks(config)
         return config
 
 

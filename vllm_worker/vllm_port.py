@@ -46,6 +46,7 @@ class VllmPort:
 
     def __init__(self, core: Any, inputs: Any, facts: PortFacts, lost: list[str]) -> None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.engine import EngineCoreEventType, FinishReason
@@ -59,6 +60,7 @@ class VllmPort:
         self._tasks = core.get_supported_tasks()
         self._make_sampling, self._make_grammar = SamplingParams, StructuredOutputsParams
         self._make_tokens: Callable[..., Any] = tokens_input
+        self._client_errors: tuple[type[Exception], ...] = (VLLMClientError, ValueError)
         self._scheduled, self._preempted = EngineCoreEventType.SCHEDULED, EngineCoreEventType.PREEMPTED
         self._finishes = {
             FinishReason.STOP: "stop",
@@ -103,10 +105,17 @@ class VllmPort:
             ready, wave = self._core.preprocess_add_request(made)
         except Exception as error:
             raise_if_lost(error)
-            raise _refusal(request, error) from error
+            raise self._refusal(request, error) from error
         self._core.add_request(ready, wave)
         self._entries[request.key], self._keys[name] = _Entry(name, request), request.key
         self._idle = False
+
+    def _refusal(self, request: PortRequest, error: Exception) -> PortRefused:
+        """Why vLLM's own checks refuse a request."""
+        code = "unsupported_parameter" if isinstance(error, self._client_errors) else "internal_error"
+        if request.sampling.grammar is not None:
+            code = "invalid_grammar"
+        return PortRefused(code, "vLLM refuses the request", " ".join(str(error).split())[:300])
 
     def abort(self, keys: list[str]) -> None:
         """See `EnginePort.abort`."""
@@ -235,12 +244,6 @@ class VllmPort:
             started_s=entry.started_s if first else None,
             error="vLLM has ended the request with an error" if finish == "error" else "",
         )
-
-
-def _refusal(request: PortRequest, error: Exception) -> PortRefused:
-    """Why vLLM's own checks refuse a request."""
-    code = "invalid_grammar" if request.sampling.grammar is not None else "internal_error"
-    return PortRefused(code, "vLLM refuses the request", " ".join(str(error).split())[:300])
 
 
 def read_logprobs(lists: Any) -> list[Logprob] | None:

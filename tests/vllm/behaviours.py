@@ -81,6 +81,27 @@ def delivered_output_is_continued(rig: Rig) -> None:
     assert rest.finish == whole.finish
 
 
+def seeds_are_repeated_or_refused(rig: Rig) -> None:
+    """The same seed gives the same tokens, alone and beside others; where it would end vLLM, it is refused in words."""
+    prompts = [rig.prompt(length, seed=35) for length in (30, 300, 900)]
+    drawn = greedy(10, temperature=0.8, seed=5)
+    if not rig.port.facts.chunks_seeded:
+        for prompt in prompts:
+            sequence = rig.sequence(prompt, drawn)
+            expect_refusal(lambda seq=sequence: rig.add(seq), "unsupported_parameter")  # type: ignore[misc]
+        # The client gave no seed, so any noise will do.
+        free = rig.run(prompts[-1], greedy(10, temperature=0.8, seeded=False))
+        assert len(free.tokens) == 10
+        return
+    if "seed" not in rig.traits:
+        return
+    alone = [rig.run(prompt, drawn).tokens for prompt in prompts]
+    beside = [rig.add(rig.sequence(prompt, drawn)) for prompt in prompts]
+    rig.drive()
+    assert [answer.tokens for answer in beside] == alone
+    assert rig.run(prompts[0], greedy(10, temperature=0.8, seed=6)).tokens != alone[0]
+
+
 # ---- ends
 
 
@@ -370,6 +391,7 @@ BEHAVIOURS: dict[str, Callable[[Rig], None]] = {
         deferred_first_tokens_are_the_same,
         company_changes_nothing,
         delivered_output_is_continued,
+        seeds_are_repeated_or_refused,
         answers_end_where_they_should,
         what_ends_at_once_is_not_saved,
         prompts_are_scored,

@@ -5,8 +5,8 @@ python -m tests.vllm.program MODEL [RANKS [BEHAVIOUR ...]]
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 import traceback
 from dataclasses import asdict
@@ -25,23 +25,25 @@ MAX_MODEL_LEN = 1024
 TRAITS = ("grammar", "seed", "penalties", "logprobs")
 
 
-def options_for(model: str, ranks: int = 1) -> EngineOptions:
-    """The options of the suite's engine."""
+def options_for(model: str, ranks: int = 1, chunked: bool = False) -> EngineOptions:
+    """The options of the suite's engine; `chunked`: prompts are prefilled in parts of at most 256 tokens."""
     return EngineOptions(
         model,
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         kv_bytes=NUM_BLOCKS * BLOCK_BYTES // ranks,
         max_num_seqs=8,
+        max_num_batched_tokens=256,
         tp=ranks,
-        vllm_args=("--enforce-eager",),
+        vllm_args=("--enforce-eager", *(["--enable-chunked-prefill"] if chunked else [])),
     )
 
 
-def main(model: str, ranks: int, names: list[str]) -> None:
+def main(model: str, ranks: int, chunked: bool, names: list[str]) -> None:
     """Run `names`, or all behaviours."""
     print(json.dumps({"missing": missing_names()}), flush=True)
-    port = open_vllm(options_for(model, ranks))
+    port = open_vllm(options_for(model, ranks, chunked))
+    traits = [name for name in TRAITS if port.facts.chunks_seeded or name != "seed"]
     print(json.dumps({"facts": asdict(port.facts)}), flush=True)
     buffer = open_buffer(port.facts, NUM_SLABS * BLOCK_BYTES)
     port.attach_buffer(buffer)
@@ -49,7 +51,7 @@ def main(model: str, ranks: int, names: list[str]) -> None:
         for name in names or list(BEHAVIOURS):
             begun_s = time.monotonic()
             try:
-                run_behaviour(name, Rig(port, buffer, TRAITS))
+                run_behaviour(name, Rig(port, buffer, traits))
                 error = ""
             except Exception:
                 error = traceback.format_exc()
@@ -65,4 +67,10 @@ def main(model: str, ranks: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1, sys.argv[3:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--chunked", action="store_true")
+    given = parser.parse_args()
+    main(given.model, given.ranks, given.chunked, given.names)

@@ -1,4 +1,4 @@
-"""The suite of behaviours on vLLM: on one rank all of it, on two ranks those about KV."""
+"""The suite of behaviours on vLLM: on one rank all of it, on two ranks and with prompts in parts what these change."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ ON_TWO_RANKS = (
     "failed_loads_are_computed_again",
     "a_storm_leaves_nothing",
 )
+# What prefill in parts could break.
+IN_PARTS = (
+    "tokens_are_those_of_one_engine",
+    "deferred_first_tokens_are_the_same",
+    "aborts_free_everything",
+    "seeds_are_repeated_or_refused",
+    "a_storm_leaves_nothing",
+)
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
@@ -27,10 +35,21 @@ def test_vllm_behaves(name: str, engine_lines: dict[str, dict[str, Any]]) -> Non
 
 @pytest.fixture(scope="module")
 def lines_of_two_ranks(run_program: RunProgram, embedded_model: str) -> dict[str, dict[str, Any]]:
-    return read_results(run_program("tests.vllm.program", embedded_model, "2", *ON_TWO_RANKS))
+    return read_results(run_program("tests.vllm.program", embedded_model, "--ranks", "2", *ON_TWO_RANKS))
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_behave(name: str, lines_of_two_ranks: dict[str, dict[str, Any]]) -> None:
     check_result(lines_of_two_ranks, name)
     assert lines_of_two_ranks["facts"]["facts"]["ranks"] == 2
+
+
+@pytest.fixture(scope="module")
+def lines_in_parts(run_program: RunProgram, embedded_model: str) -> dict[str, dict[str, Any]]:
+    return read_results(run_program("tests.vllm.program", embedded_model, "--chunked", *IN_PARTS))
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_prefill_in_parts_behaves(name: str, lines_in_parts: dict[str, dict[str, Any]]) -> None:
+    check_result(lines_in_parts, name)
+    assert not lines_in_parts["facts"]["facts"]["chunks_seeded"]

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 
 from diptych.messages import STEP_SIZE_BOUNDS, Output, WorkerStats
 from engine.outputs import SequenceOutput, build_failure
+from engine.protocols import StepObserver
 from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import DEADLINE_FAILURE, StepCounters, first_output_seconds
+from engine.step_work import StepWork
 from vllm_worker.port import EnginePort, LoadPlan, PortOutput, PortRefused, PortRequest, SavedKv
 
 # Steps in a row that may find nothing to compute before the engine rests: a copy takes one or two.
@@ -44,7 +46,7 @@ class VllmEngine:
     """A `engine.protocols.WorkerEngine` over `port`. One thread calls everything.
 
     At most `max_waiting` sequences with `max_waiting_tokens` tokens wait for their first output. `clock` is that of the
-    loop.
+    loop. `observer` is called for every sequence and step.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class VllmEngine:
         clock: Callable[[], float] = time.monotonic,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
+        observer: StepObserver | None = None,
     ) -> None:
-        self.port = port
+        self.port, self._observer = port, observer
         self.counters = StepCounters()
         self._clock, self._max_waiting, self._max_waiting_tokens = clock, max_waiting, max_waiting_tokens
         self._live: dict[str, _Live] = {}
@@ -130,6 +133,8 @@ class VllmEngine:
         self._live[seq.key] = _Live(seq, load)
         heapq.heappush(self._deadlines, (seq.deadline_s, seq.key))
         self._wake()
+        if self._observer is not None:
+            self._observer.on_sequence_arrived(seq, now_s)
 
     def _check_limits(self, seq: Sequence) -> None:
         """Raises SequenceRefused if `seq` can never run here, or not soon."""
@@ -218,11 +223,22 @@ class VllmEngine:
             return outputs
         ran = self.port.step()
         ended_s = clock()
+        works = [] if self._observer is None else self._list_works()
         outputs += [message for one in ran if (message := self._take_output(one, ended_s)) is not None]
         self._collect()
+        if self._observer is not None:
+            self._observer.on_step_end(begun_s, ended_s, works, [one.message for one in outputs])
         self._account_step(ended_s - begun_s, clock() - ended_s)
         self._rest(ended_s, ended_s - begun_s)
         return outputs
+
+    def _list_works(self) -> list[tuple[Sequence, StepWork]]:
+        """What the step that has ended computed, before its tokens are appended."""
+        return [
+            (live.seq, StepWork(live.seq.tokens(part.start, part.count), part.start, [], "last"))
+            for part in self.port.computed()
+            if (live := self._live.get(part.key)) is not None
+        ]
 
     def _fail_expired(self, now_s: float) -> list[SequenceOutput]:
         """End the sequences whose deadlines are over."""

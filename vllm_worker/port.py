@@ -95,6 +95,15 @@ class SavedKv:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedPart:
+    """What a step computed of a request: `count` tokens from position `start` on."""
+
+    key: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PortCounts:
     """What the port has counted. Those of the second row only grow.
 
@@ -206,6 +215,9 @@ class EnginePort(Protocol):
     @property
     def counts(self) -> PortCounts:
         """The counts of now."""
+
+    def computed(self) -> list[ComputedPart]:
+        """What the last step computed, also of requests that have ended in it."""
 
     def clear_prefixes(self) -> None:
         """Forget all cached prefixes, while nothing is held."""

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.errors import DeviceLost, raise_if_lost
 from diptych.messages import Logprob
-from vllm_worker.port import PortCounts, PortFacts, PortOutput, PortRefused, PortRequest, SavedKv
+from vllm_worker.port import (
+    ComputedPart,
+    PortCounts,
+    PortFacts,
+    PortOutput,
+    PortRefused,
+    PortRequest,
+    SavedKv,
+)
 from vllm_worker.sampling import build_sampling
 
 if TYPE_CHECKING:
@@ -76,6 +84,9 @@ class VllmPort:
         self._counts = PortCounts()
         # Whether the last step had nothing to compute.
         self._idle = False
+        # vLLM's `SchedulerOutput` of the last step.
+        self._scheduled_output: Any = None
+        core.scheduler.schedule = self._note_schedule(core.scheduler.schedule)
         self._closed = False
 
     def attach_buffer(self, buffer: TransferBuffer) -> None:
@@ -184,6 +195,25 @@ class VllmPort:
             prefix_hits=grown.prefix_hits,
             preemptions=grown.preemptions,
         )
+
+    def computed(self) -> list[ComputedPart]:
+        """See `EnginePort.computed`."""
+        output = self._scheduled_output
+        if output is None:
+            return []
+        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return [ComputedPart(name.rpartition("~")[0], start, counts[name]) for name, start in starts]
+
+    def _note_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """vLLM's `Scheduler.schedule`, whose result is kept for `computed`: `EngineCore.step` does not return it."""
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self._scheduled_output = schedule(*args, **options)
+            return self._scheduled_output
+
+        return noted
 
     def clear_prefixes(self) -> None:
         """See `EnginePort.clear_prefixes`."""

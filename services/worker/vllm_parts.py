@@ -6,12 +6,14 @@ open_vllm ─▶ port ─┬─ VllmEngine ─────▶ the worker's loop
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from diptych.channel.keys import load_transfer_key
 from diptych.specs import WorkerSpec
 from engine.model.checkpoint import folder_fingerprint
 from services.worker.role_lifecycle import WorkerParts
+from services.worker.step_log import StepLog, StepRecorder
 from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.port import EnginePort, PortFacts
@@ -22,15 +24,16 @@ def build_parts(spec: WorkerSpec, port: EnginePort) -> WorkerParts:
     """The parts of a worker over `port`, with which they are closed.
 
     Raises:
-        ConfigError: the transfer buffer is too small for one request.
+        ConfigError: the transfer buffer is too small for one request, or the log of steps cannot be opened.
     """
     facts = port.facts
+    recorder = StepRecorder(StepLog(spec.step_log, spec.worker)) if spec.step_log else None
     buffer = open_buffer(facts, spec.transfer_buffer_bytes)
     port.attach_buffer(buffer)
-    engine = VllmEngine(port)
+    engine = VllmEngine(port, observer=recorder)
     fingerprint, identity = folder_fingerprint(spec.model, Path(spec.model), describe_engine(facts))
     roles = VllmRoles(spec, engine, buffer, load_transfer_key(spec.keys_dir), fingerprint)
-    return WorkerParts(
+    parts = WorkerParts(
         engine=engine,
         kv=None,
         pool=buffer.pool,
@@ -42,6 +45,20 @@ def build_parts(spec: WorkerSpec, port: EnginePort) -> WorkerParts:
         roles=roles,
         waiting_tokens=2 * facts.max_num_batched_tokens,
     )
+    return parts if recorder is None else _with_step_log(spec.worker, parts, recorder, facts)
+
+
+def _with_step_log(worker: str, parts: WorkerParts, recorder: StepRecorder, facts: PortFacts) -> WorkerParts:
+    """The parts of a worker whose steps and roles are logged; vLLM fills a step with all that fits into it."""
+
+    def close() -> None:
+        recorder.log.close()
+        parts.close()
+
+    def log_role(role: str) -> None:
+        recorder.log_role(worker, role, facts.max_num_batched_tokens)
+
+    return replace(parts, close=close, tune_for=log_role)
 
 
 def describe_engine(facts: PortFacts) -> dict[str, str]:

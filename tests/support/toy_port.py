@@ -24,7 +24,7 @@ from diptych.request import SamplingParams
 from kvtransfer.transfer_buffer import TransferBuffer
 from vllm_worker.blocks import BlockRegion, layer_parts
 from vllm_worker.exchange import BlockCopies, KvExchange, ScheduledTokens
-from vllm_worker.port import PortCounts, PortFacts, PortOutput, PortRequest, SavedKv
+from vllm_worker.port import ComputedPart, PortCounts, PortFacts, PortOutput, PortRequest, SavedKv
 from vllm_worker.rank_copies import RankCopies
 
 LAYERS, BYTES_PER_LAYER = 2, 4
@@ -202,6 +202,7 @@ class ToyPort:
         self._counts = PortCounts()
         self._numbers = count()
         self._idle = False
+        self._parts: list[ComputedPart] = []
 
     def attach_buffer(self, buffer: TransferBuffer) -> None:
         """See `EnginePort.attach_buffer`."""
@@ -241,6 +242,7 @@ class ToyPort:
     def step(self) -> list[PortOutput]:
         """See `EnginePort.step`."""
         scheduled = self._schedule()
+        parts = [ComputedPart(one.request.key, one.computed, tokens) for one, tokens in scheduled]
         plan = self.exchange.plan_step(
             [ScheduledTokens(one.name, one.computed, n, one.blocks) for one, n in scheduled]
         )
@@ -253,6 +255,7 @@ class ToyPort:
             self.pool.release(self._held.pop(name))
         self.exchange.end_step(freed, self._copies.take_results())
         self._idle = not scheduled
+        self._parts = parts
         self._note(step_tokens=sum(tokens for _, tokens in scheduled))
         return [output for output in outputs if output is not None]
 
@@ -426,6 +429,10 @@ class ToyPort:
     def _note(self, **counts: int) -> None:
         fields = {name: getattr(self._counts, name) for name in PortCounts.__slots__}
         self._counts = PortCounts(**fields | counts)
+
+    def computed(self) -> list[ComputedPart]:
+        """See `EnginePort.computed`."""
+        return self._parts
 
     def clear_prefixes(self) -> None:
         """See `EnginePort.clear_prefixes`."""

@@ -64,7 +64,11 @@ USED_NAMES: dict[str, tuple[str, ...]] = {
         "InputProcessor.process_inputs(request_id, prompt, params, supported_tasks, arrival_time, priority)",
     ),
     "vllm.v1.executor": ("Executor.get_class",),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.has_requests", "Scheduler.get_request_counts"),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.has_requests",
+        "Scheduler.get_request_counts",
+        "Scheduler.schedule",
+    ),
     "vllm.v1.core.block_pool": ("BlockPool.get_num_free_blocks",),
     "vllm.v1.metrics.stats": (
         "PrefillStats.num_local_cached_tokens",

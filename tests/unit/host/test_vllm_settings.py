@@ -49,7 +49,6 @@ def test_settings_of_vllm_mean_nothing_to_our_own_engine(name: str) -> None:
         ({"kv_keep": "0.9"}, "--kv-keep has no effect on vLLM"),
         ({"swap_space": "1GiB"}, "--swap-space has no effect on vLLM"),
         ({"bulk": "1", "prefill": "0", "decode": "0"}, "--bulk has no effect on vLLM"),
-        ({"step_log": "/tmp/steps"}, "--step-log has no effect on vLLM"),
         ({"pipelined_transfer": "false"}, "has no effect on vLLM"),
         ({"gpu_memory_utilization": "0.5"}, "add --device cuda, or use --kv-cache-memory-bytes"),
         ({"device": "emulated"}, "vLLM has no emulated device"),

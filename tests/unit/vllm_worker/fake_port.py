@@ -7,7 +7,15 @@ from dataclasses import replace
 from diptych.request import SamplingParams, Tenancy
 from engine.sequence import Sequence
 from kvtransfer.transfer_buffer import TransferBuffer
-from vllm_worker.port import PortCounts, PortFacts, PortOutput, PortRefused, PortRequest, SavedKv
+from vllm_worker.port import (
+    ComputedPart,
+    PortCounts,
+    PortFacts,
+    PortOutput,
+    PortRefused,
+    PortRequest,
+    SavedKv,
+)
 
 FACTS = PortFacts(
     version="0",
@@ -34,6 +42,7 @@ class FakePort:
         self.has_work = self.is_waiting_only = False
         self.held_blocks = self.steps = 0
         self.counts = PortCounts(step_tokens=1)
+        self.parts: list[ComputedPart] = []
         self.saved_kv: list[SavedKv] = []
         self.loaded_keys: list[str] = []
         self.failed_keys: list[str] = []
@@ -71,6 +80,10 @@ class FakePort:
         """`failed_keys`, once."""
         taken, self.failed_keys = self.failed_keys, []
         return taken
+
+    def computed(self) -> list[ComputedPart]:
+        """`parts`."""
+        return self.parts
 
     def clear_prefixes(self) -> None:
         """Nothing."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Any
 
 import pytest
 
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Output
-from engine.sequence import SequenceRefused
+from engine.sequence import Sequence, SequenceRefused
+from engine.step_work import StepWork
 from tests.unit.vllm_worker.fake_port import FACTS, FakePort, sequence
 from vllm_worker.engine import FREE_STEPS, MAX_REST_S, VllmEngine
-from vllm_worker.port import LoadPlan, PortCounts, PortOutput, PortRefused, SavedKv
+from vllm_worker.port import ComputedPart, LoadPlan, PortCounts, PortOutput, PortRefused, SavedKv
 
 
 class Clock:
@@ -273,3 +275,41 @@ def test_statistics(engine: VllmEngine, port: FakePort, clock: Clock) -> None:
     assert (stats.steps, stats.step_tokens, stats.step_parts["send"]) == (1, 70, 0.5)
     assert stats.preemptions == {"recompute": 2} and sum(stats.step_sizes) == 1
     assert stats.slabs_total == FACTS.num_blocks
+
+
+class Recorder:
+    """Keeps what an observer is told."""
+
+    def __init__(self) -> None:
+        self.arrived: list[str] = []
+        self.steps: list[tuple[float, float, list[tuple[str, int, list[int]]], int]] = []
+
+    def on_sequence_arrived(self, seq: Sequence, now_s: float) -> None:
+        """Keep its key."""
+        self.arrived.append(seq.key)
+
+    def on_decisions(self, prompts: int, answers: int, seconds: float) -> None:
+        """Never called."""
+        raise AssertionError("vLLM drops no KV")
+
+    def on_step_end(
+        self,
+        begun_s: float,
+        ended_s: float,
+        works: Many[tuple[Sequence, StepWork]],
+        messages: Many[Output | Failed],
+    ) -> None:
+        """Keep what ran."""
+        ran = [(seq.key, work.start, list(work.tokens)) for seq, work in works]
+        self.steps.append((begun_s, ended_s, ran, len(messages)))
+
+
+def test_an_observer_learns_what_steps_computed(port: FakePort, clock: Clock) -> None:
+    recorder = Recorder()
+    engine = VllmEngine(port, clock, observer=recorder)
+    engine.add(sequence("a", tokens=5), 0.0)
+    engine.adopt(sequence("b", output=[70]), LoadPlan((1, 2), 100), 0.0)
+    assert recorder.arrived == ["a#1", "b#1"]
+    port.parts = [ComputedPart("a#1", 2, 3), ComputedPart("b#1", 100, 1), ComputedPart("gone#1", 0, 4)]
+    outputs_of(engine, port, clock, PortOutput("a#1", [9], finish="stop"), PortOutput("b#1", [8]))
+    assert recorder.steps == [(100.0, 100.0, [("a#1", 2, [2, 3, 4]), ("b#1", 100, [70])], 2)]

@@ -90,11 +90,6 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- in the scheduler
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """False: KV leaves when its request has finished, so none is lost with a preemption."""
-        return False
-
     @_never_raise(lambda: None)
     def on_new_request(self, request: Any) -> None:
         """Note what a request saves or loads; those that are not ours do neither."""

@@ -10,8 +10,8 @@ import pytest
 from diptych.messages import Abort, Admit, Prefill, Pulled, Release
 from diptych.request import SamplingParams
 from kvtransfer.ticket import decode_ticket
-from tests.vllm.linked_pair import GREEDY, TOKENS, LinkedPair, make_prompts, name_prompts
-from tests.vllm.linked_worker import KEY
+from tests.support.vllm_worker_pair import GREEDY, TOKENS, LinkedPair, make_prompts, name_prompts
+from tests.support.vllm_worker_process import KEY
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from diptych.messages import Release
 from kvtransfer.ticket import decode_ticket
-from tests.vllm.linked_pair import GREEDY, LinkedPair, make_prompts, name_prompts
-from tests.vllm.linked_worker import KEY
+from tests.support.vllm_worker_pair import GREEDY, LinkedPair, make_prompts, name_prompts
+from tests.support.vllm_worker_process import KEY
 
 
 @pytest.fixture(scope="module")

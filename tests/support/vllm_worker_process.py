@@ -1,6 +1,6 @@
 """Runs under vLLM's interpreter: a worker's loop and roles over vLLM, whose gateway is a test at the end of a pipe.
 
-python -m tests.vllm.linked_worker FD NAME ROLE MODEL RANKS
+python -m tests.support.vllm_worker_process FD NAME ROLE MODEL RANKS
 
 Payloads of the channel go both ways; `REPORT` asks for a line of JSON, which is an answer that begins with "{".
 """
@@ -22,7 +22,6 @@ from diptych.channel.frames import decode_from_gateway, pack_message
 from diptych.messages import Hello, ToGateway, ToWorker
 from diptych.specs import WorkerSpec
 from kvtransfer.transports.links import OfferedTransports
-from tests.vllm.program import BLOCK_BYTES
 from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.roles import VllmRoles
@@ -32,6 +31,8 @@ from vllm_worker.vllm_port import VllmPort
 from worker.loop import LatestStats, WorkerLoop
 
 KEY, FINGERPRINT = bytes(range(32)), "model"
+# Bytes of one block of the embedded model in float32, over its layers and ranks.
+BLOCK_BYTES = 6 * 65536
 MAX_MODEL_LEN, NUM_BLOCKS, NUM_SLABS = 2048, 70, 40
 REPORT = b"report"
 

@@ -34,8 +34,8 @@ from diptych.messages import (
 )
 from diptych.request import SamplingParams, Tenancy
 from kvtransfer.shared_memory import SharedMemoryAddress, attach_memory
-from tests.vllm.results import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[2]
 # Seconds that a worker may take to load vLLM, and to answer.
 MAX_START_S, MAX_ANSWER_S = 900.0, 120.0
 # References are computed under a scope of their own, so that they warm no cache.
@@ -79,7 +79,7 @@ class LinkedWorker:
         arguments = [str(far.fileno()), name, role, model, str(ranks)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [python, "-m", "tests.vllm.linked_worker", *arguments],
+                [python, "-m", "tests.support.vllm_worker_process", *arguments],
                 cwd=REPOSITORY,
                 env=env,
                 pass_fds=[far.fileno()],

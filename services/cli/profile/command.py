@@ -13,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from diptych.chunks import RAW_CLASS
 from diptych.config.load import load_config
 from diptych.config.options import Config
 from diptych.errors import ConfigError
+from diptych.specs import ENGINES, VLLM
 from planner.costs import profiler
 from planner.costs.kv.classes import base_codec, read_classes
 from planner.costs.kv.codec import with_kv_codec
@@ -68,17 +70,14 @@ def run_profile(options: ProfileOptions) -> int:
     classes = [base, *(name for name in names if name != base)] if names else []
     _check_keep(kv_keep, classes)
     console = Console(stderr=True)
-    _check_device(options)
+    _check_workers(options)
     pools = PoolSizes(0, 0, options.colocated) if options.colocated else PoolSizes()
     source = find_workload(options.workload)
-    asked = Config(model=options.model, device=options.device) if options.model else None
+    asked = (
+        Config(model=options.model, device=options.device, engine=options.engine) if options.model else None
+    )
     folder = asyncio.run(resolve_model(asked, 2)).path if asked else ""
-    kept = ["--kv-cache-codec", codec]
-    if options.device != CPU:
-        kept += ["--device", options.device]
-    if options.kv_cache_calibration is not None:
-        kept += ["--kv-cache-calibration", str(options.kv_cache_calibration)]
-    with running_deployment(pools, folder, kept) as live:
+    with running_deployment(pools, folder, _serve_flags(options)) as live:
         _check_workers_evict(live, kv_keep, codec)
         most = live.server.max_model_len
         fitting: Workload = source.shrunk(options.shrink, most or 1 << 20)
@@ -102,15 +101,39 @@ def run_profile(options: ProfileOptions) -> int:
     return 0
 
 
-def _check_device(options: ProfileOptions) -> None:
-    """Raises ConfigError, before anything is started: there is no such device, the planner does not know it, or its
-    workers do not do what is to be measured.
-    """
+def _serve_settings(options: ProfileOptions) -> dict[str, str]:
+    """The settings of `diptych serve` for the workers that are measured; what vLLM does not have is left out."""
     given = {
-        "device": options.device,
         "kv_cache_codec": options.kv_cache_codec,
-        "kv_keep": str(options.kv_keep),
+        "device": options.device,
+        "engine": options.engine,
+        "vllm_python": options.vllm_python,
+        "vllm_args": options.vllm_args,
+        "kv_cache_calibration": options.kv_cache_calibration,
     }
+    defaults = {"device": CPU, "engine": ENGINES[0], "vllm_args": "", "vllm_python": None}
+    if options.engine == VLLM:
+        defaults["kv_cache_codec"] = RAW_CLASS
+    return {
+        name: str(value) for name, value in given.items() if value is not None and value != defaults.get(name)
+    }
+
+
+def _serve_flags(options: ProfileOptions) -> list[str]:
+    """`_serve_settings` as flags."""
+    flags = list[str]()
+    for name, value in _serve_settings(options).items():
+        flag = f"--{name.replace('_', '-')}"
+        # The arguments of vLLM look like flags themselves.
+        flags += [f"{flag}={value}"] if name == "vllm_args" else [flag, value]
+    return flags
+
+
+def _check_workers(options: ProfileOptions) -> None:
+    """Raises ConfigError, before anything is started: there is no such device or engine, the planner does not know it,
+    or its workers do not do what is to be measured.
+    """
+    given = _serve_settings(options) | ({"kv_keep": str(options.kv_keep)} if options.kv_keep < 1 else {})
     if apply_device(load_config("serve", given, {})).config.device == "cuda":
         served_device(gpu.name for gpu in find_gpus())
 

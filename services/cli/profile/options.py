@@ -34,6 +34,18 @@ class ProfileOptions:
     device: str = option_field(
         "cpu", "Where workers compute, as in `diptych serve`: cpu or cuda", MEASUREMENT, metavar="NAME"
     )
+    engine: str = option_field(
+        "diptych",
+        "What computes the model, as in `diptych serve`: diptych or vllm",
+        MEASUREMENT,
+        metavar="NAME",
+    )
+    vllm_python: Path | None = option_field(
+        None, "Python interpreter that has vLLM, for --engine vllm", MEASUREMENT, metavar="FILE"
+    )
+    vllm_args: str = option_field(
+        "", "Arguments of `vllm serve`, for --engine vllm", MEASUREMENT, metavar="'--FLAG …'"
+    )
     kv_cache_codec: str = option_field(
         RAW_CLASS, "How workers store KV, as in `diptych serve`", MEASUREMENT, metavar="CODEC"
     )

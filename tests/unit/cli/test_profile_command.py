@@ -167,3 +167,38 @@ def test_a_profile_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StartError, match="started"):
         command.run_profile(small_options(tmp_path, device="cuda"))
     assert seen == ["--kv-cache-codec", "raw", "--device", "cuda"]
+
+
+def test_vllm_workers_are_measured_as_they_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def start(pools: PoolSizes, model: str = "", options: Sequence[str] = ()) -> NoReturn:
+        seen.extend(options)
+        raise StartError("not here")
+
+    monkeypatch.setattr(command, "running_deployment", start)
+    monkeypatch.setattr("services.host.device_settings.check_vllm_settings", lambda loaded: None)
+    vllm: dict[str, Any] = {
+        "engine": "vllm",
+        "vllm_python": tmp_path / "python",
+        "vllm_args": "--enforce-eager",
+    }
+    with pytest.raises(StartError, match="not here"):
+        command.run_profile(small_options(tmp_path, **vllm))
+    assert seen == [
+        "--engine",
+        "vllm",
+        "--vllm-python",
+        str(tmp_path / "python"),
+        "--vllm-args=--enforce-eager",
+    ]
+
+
+def test_what_vllm_does_not_have_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    options = small_options(tmp_path, engine="vllm", vllm_python=tmp_path / "python", kv_cache_codec="tq4")
+    with pytest.raises(ConfigError, match="no effect on vLLM"):
+        command.run_profile(options)
+    with pytest.raises(ConfigError, match="has no effect"):
+        command.run_profile(small_options(tmp_path, vllm_args="--enforce-eager"))

@@ -50,7 +50,7 @@ class PipeLink:
         self._connection, self._lock = connection, threading.Lock()
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Makes the line of JSON that is asked for; it is called on the loop's thread.
-        self.report = dict
+        self.report: Callable[[], dict[str, object]] = report_nothing
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

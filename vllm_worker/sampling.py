@@ -21,7 +21,7 @@ KEY_FIELD = "diptych_key"
 
 def is_seeded(sampling: SamplingParams) -> bool:
     """Whether its client may expect the same noise again: it samples, and the client gave the seed."""
-    return sampling.temperature > 0 and getattr(sampling, "seeded", True)
+    return sampling.temperature > 0 and sampling.seeded
 
 
 def build_sampling(request: PortRequest, facts: PortFacts, end_id: int | None) -> dict[str, Any]:
@@ -74,6 +74,10 @@ def build_sampling(request: PortRequest, facts: PortFacts, end_id: int | None) -
 def _check_exact(request: PortRequest, facts: PortFacts) -> None:
     """Raises PortRefused if vLLM would give other tokens than the request is promised, or if it would end."""
     sampling, draws = request.sampling, not (request.save and request.defer_first)
+    if sampling.thought is not None or (sampling.grammar is not None and sampling.grammar.gate is not None):
+        what = "a budget of thoughts" if sampling.thought is not None else "a grammar of a part of the answer"
+        why = "vLLM would apply it to other tokens; workers with Diptych's own engine serve it (docs/engines.md)"
+        raise PortRefused("unsupported_parameter", f"{what} cannot be used here", why)
     if is_seeded(sampling) and draws and not facts.chunks_seeded:
         why = "vLLM's CPU build ends at a seeded request whose prompt is prefilled in parts"
         fix = "start the workers without --enable-chunked-prefill, or send no seed"

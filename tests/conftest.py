@@ -37,7 +37,7 @@ LONG = (
     "system/test_survival.py", "system/test_pair.py", "faults/test_phases.py",
     "engine/transport/test_corruption.py", "engine/gpu/test_attention.py",
     "engine/transport/test_pipelined_pull.py", "engine/gpu/test_model_runner.py", "system/test_replan.py",
-    "engine/gpu/test_emulated_device.py",
+    "engine/gpu/test_emulated_device.py", "simulation/test_vllm_storms.py",
     "system/test_profile.py", "unit/diptych/test_kernel_cache.py", "system/test_serve_plan.py",
     "system/test_coded_serving.py", "system/test_page.py", "system/test_kv_codecs.py", "system/test_traces.py",
     "system/test_secrets.py", "system/test_bench.py", "system/test_plan.py", "unit/benchmarks/test_sim_accuracy.py",

@@ -14,6 +14,7 @@ from kvtransfer.transports.links import OfferedTransports, TransportLinks
 from prefill_worker.worker import TicketIssuer
 from vllm_worker.decode_role import VllmDecodeRole
 from vllm_worker.engine import VllmEngine
+from vllm_worker.exchange import KvExchange
 from vllm_worker.port import EnginePort
 from vllm_worker.prefill_role import VllmPrefillRole
 from worker.loop import GatewayLink, WorkerRole
@@ -51,9 +52,11 @@ class VllmRoles:
     ) -> None:
         self._spec, self._engine, self._buffer = spec, engine, buffer
         self._key, self._fingerprint = key, fingerprint
-        if engine.port.exchange is None:
+        # A port need not have one: it is the connector's, which plain data knows nothing of.
+        exchange = getattr(engine.port, "exchange", None)
+        if not isinstance(exchange, KvExchange):
             raise ValueError("the engine was opened without a connector")
-        self._exchange = engine.port.exchange
+        self._exchange = exchange
         self.books = VllmBooks(engine.port, buffer)
 
     @property

@@ -19,7 +19,7 @@ from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
 from engine.protocols import StepRunner
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import EngineLimits
+from engine.sequence import EngineLimits, Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.class_shares import split_auto
@@ -67,6 +67,8 @@ class ProcessWorld(Protocol):
     writers: type[DecodeWorker]
     readers: type[PrefillWorker]
     runners: type[VirtualRunner]
+    # What its workers' processes are.
+    processes: type[VirtualProcess]
 
     def ended(self, process: VirtualProcess, how: str) -> None:
         """A process is over: "crashed", "killed", or "" if it had been asked to end."""
@@ -75,6 +77,8 @@ class ProcessWorld(Protocol):
 class VirtualProcess:
     """One process: what was built, and the life that it leads now."""
 
+    does_bulk = True
+
     def __init__(self, world: ProcessWorld, name: str, role: str, number: int, ended: str) -> None:
         self.world, self.name, self.number = world, name, number
         self.alive, self.stopped = True, False
@@ -82,8 +86,13 @@ class VirtualProcess:
         self._elapsed_s, self._awake, self._lives = 0.0, False, 0
         self._due: ScheduledEvent | None = None
         self._round_planned, self._busy_s = False, 0.0
+        self._build(world)
+        self.begin(role, ended)
+
+    def _build(self, world: ProcessWorld) -> None:
+        """What is built once: memory, pools and the engine."""
         # Classes that are joined by commas share the worker's slabs evenly; a leading "auto" is none.
-        self.kv_class = world.kv_classes.get(name, RAW_CLASS)
+        self.kv_class = world.kv_classes.get(self.name, RAW_CLASS)
         self.chooses, named = split_auto(self.kv_class)
         classes = named.split(",")
         sized = [(toy_layout(one), world.num_slabs // len(classes)) for one in classes]
@@ -127,7 +136,23 @@ class VirtualProcess:
         sampler = VirtualSampler(world.traits)
         self.engine = Engine(runner, Scheduler(limits), self.holdings, sampler, host)
         self.bulk = BulkEngine(runner, limits, self.holdings, sampler, BulkTime(BULK_SLICE_S))
-        self.begin(role, ended)
+
+    @property
+    def keep_classes(self) -> list[str]:
+        """The classes in which it can evict."""
+        return [RAW_CLASS] if getattr(self.engine.runner, "can_evict", False) else []
+
+    def sequences(self) -> list[Sequence]:
+        """All sequences that it works for."""
+        return [*self.engine.scheduler.sequences(), *self.bulk.scheduler.sequences()]
+
+    def count_held(self) -> dict[str, int]:
+        """What else is held; all 0 at rest."""
+        return {
+            "bulk": len(self.bulk.scheduler),
+            "lent": self.holdings.lent,
+            "parked": sum(tier.used_bytes for tier in self.tiers.values()),
+        }
 
     def memory_at(self, slab: int) -> VirtualMemory | None:
         """The pool that has a slab."""
@@ -155,7 +180,7 @@ class VirtualProcess:
             codecs={name: memory.layout.codec for name, memory in self.memories.items()},
             drain_s=DRAIN_S,
             clock=self.clock,
-            bulk=self.bulk if role == "decode" else None,
+            bulk=self.bulk if role == "decode" and self.does_bulk else None,
         )
         self.line.stats = self.books.read_stats
         self.line.open(
@@ -178,7 +203,7 @@ class VirtualProcess:
                 },
                 kv_losses={name: 0.5 for name, memory in self.memories.items() if memory.layout.codec},
                 kv_auto=self.chooses,
-                keep_classes=[RAW_CLASS] if getattr(self.engine.runner, "can_evict", False) else [],
+                keep_classes=self.keep_classes,
                 traits=self.world.traits,
             )
         )
@@ -248,8 +273,7 @@ class VirtualProcess:
         """The role is drained: on to the next, or to the end."""
         if not self.alive:
             return
-        if self.courier is not None:
-            self.courier.close()
+        self._close_role()
         self.line.close()
         self.world.pipes.close(self.incarnation)
         role = self.shell.next_role
@@ -258,6 +282,11 @@ class VirtualProcess:
             self.begin(role)
         else:
             self.end("")
+
+    def _close_role(self) -> None:
+        """What the role has started ends."""
+        if self.courier is not None:
+            self.courier.close()
 
     # ---- signals
 
@@ -304,7 +333,7 @@ class VirtualSupervisor:
 
     def start(self, ended: str) -> None:
         self.number += 1
-        self.process = VirtualProcess(self.world, self.name, self.role, self.number, ended)
+        self.process = self.world.processes(self.world, self.name, self.role, self.number, ended)
 
     def again(self, after_s: float, ended: str) -> None:
         """The supervisor starts another one, after a pause."""

@@ -116,7 +116,7 @@ class VirtualTaskThread:
 
     def close(self) -> None:
         """Whoever closes has said "stop" to all pulls: let them end. Nobody needs links that are being made."""
-        for work in list(self.works) if self.name == "pull" else ():
+        for work in list(self.works) if self.name != "link" else ():
             cooperative.run_to_end(work, self._at_once)
         self.end()
 

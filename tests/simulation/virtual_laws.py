@@ -161,7 +161,7 @@ class InvariantChecker:
         for process in world.living():
             if process.stopped:
                 continue
-            for seq in [*process.engine.scheduler.sequences(), *process.bulk.scheduler.sequences()]:
+            for seq in process.sequences():
                 known = live.get(seq.id)
                 if known is None or known.request.epoch != seq.epoch:
                     found.add((process.incarnation, seq.key))
@@ -202,10 +202,8 @@ class InvariantChecker:
             "staging": stats.staging_bytes,
             "running": stats.running,
             "waiting": stats.waiting,
-            "bulk": len(process.bulk.scheduler),
-            "lent": process.holdings.lent,
-            "parked": sum(tier.used_bytes for tier in process.tiers.values()),
             "attempts": process.shell.is_busy,
+            **process.count_held(),
         }
         if any(held.values()):
             owners = process.holdings.owners()

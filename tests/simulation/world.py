@@ -40,6 +40,8 @@ RESTART_S = 0.5
 class VirtualWorld:
     """`prefill` and `decode` are numbers of workers; without any prefill worker the deployment is colocated."""
 
+    processes: type[VirtualProcess] = VirtualProcess
+
     def __init__(
         self,
         seed: int,

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 

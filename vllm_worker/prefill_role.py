@@ -158,49 +158,49 @@ class VllmPrefillRole:
         seq = next((one for one in self.engine.sequences() if one.key == saved.key), None)
         if seq is not None:
             seq.slabs, seq.computed = list(saved.slabs), saved.num_tokens
-        leaving = OutgoingKv(saved.key, saved.slabs, seq, owner=saved.key)
+        outgoing = OutgoingKv(saved.key, saved.slabs, seq, owner=saved.key)
         with self._shared.lock:
-            self._shared.outgoing[saved.key] = leaving
+            self._shared.outgoing[saved.key] = outgoing
         self.buffer.count_copies(len(saved.slabs))
-        self._tasks.add_task(self._offer_task(leaving, number))
+        self._tasks.add_task(self._offer_task(outgoing, number))
 
-    def _offer_task(self, leaving: OutgoingKv, number: int) -> CoopTask[None]:
+    def _offer_task(self, outgoing: OutgoingKv, number: int) -> CoopTask[None]:
         """The thread's part: wait for the copies of all ranks, hash the slabs, then lease and offer them."""
-        pause_s, made = MIN_POLL_S, self.exchange.is_saved(leaving.slabs, number)
-        while made is None and not leaving.is_lost:
+        pause_s, made = MIN_POLL_S, self.exchange.is_saved(outgoing.slabs, number)
+        while made is None and not outgoing.is_lost:
             yield pause_s
-            pause_s, made = min(2 * pause_s, MAX_POLL_S), self.exchange.is_saved(leaving.slabs, number)
-        self.buffer.count_copies(-len(leaving.slabs))
+            pause_s, made = min(2 * pause_s, MAX_POLL_S), self.exchange.is_saved(outgoing.slabs, number)
+        self.buffer.count_copies(-len(outgoing.slabs))
         payloads = []
-        for slab in leaving.slabs if made else ():
+        for slab in outgoing.slabs if made else ():
             payloads.append(self.buffer.pool.hash_slab(slab, self.issuer.algorithm))
             yield 0.0
         with self._shared.lock:
-            leaving.is_hashed = True
+            outgoing.is_hashed = True
             try:
                 if not made:
                     raise TransferError("vLLM could not copy the request's KV to the transfer buffer")
-                self._lease_and_offer(leaving, payloads)
+                self._lease_and_offer(outgoing, payloads)
             except (DiptychError, ValueError) as error:
-                leaving.error = error
+                outgoing.error = error
         # The engine's thread does the rest.
         self.link.wake_poll()
 
-    def _lease_and_offer(self, leaving: OutgoingKv, payloads: list[bytes]) -> None:
+    def _lease_and_offer(self, outgoing: OutgoingKv, payloads: list[bytes]) -> None:
         """Sign the ticket, lease the slabs and send the offer, unless it is not wanted any more.
 
         Raises DiptychError or ValueError. The lock is held.
         """
-        seq = leaving.seq
+        seq = outgoing.seq
         if seq is None:
             return
-        ticket = self.issuer.sign_ticket(seq, self.buffer.layout, leaving.slabs, payloads)
+        ticket = self.issuer.sign_ticket(seq, self.buffer.layout, outgoing.slabs, payloads)
         # The loop ends all older attempts before it begins a new one, so there is no older lease.
-        self._shared.ledger.grant_lease(seq.id, seq.epoch, leaving.slabs, self._clock())
-        self.buffer.change_owner(leaving.slabs, leaving.owner, LEASED_OWNER)
-        leaving.owner = LEASED_OWNER
-        num_bytes = len(leaving.slabs) * self.buffer.layout.chunk_bytes
-        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes, len(leaving.slabs)))
+        self._shared.ledger.grant_lease(seq.id, seq.epoch, outgoing.slabs, self._clock())
+        self.buffer.change_owner(outgoing.slabs, outgoing.owner, LEASED_OWNER)
+        outgoing.owner = LEASED_OWNER
+        num_bytes = len(outgoing.slabs) * self.buffer.layout.chunk_bytes
+        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes, len(outgoing.slabs)))
 
     def tend_held(self, now_s: float) -> float | None:
         """End expired leases, and free what nobody reads any more.
@@ -218,18 +218,18 @@ class VllmPrefillRole:
             failed = [one for one in self._shared.outgoing.values() if one.error is not None]
             self._free_unread()
             next_s = self._shared.ledger.next_expiry_s()
-        for leaving in failed:
-            if leaving.seq is not None:
-                self._report_failed(leaving.seq, str(leaving.error))
+        for outgoing in failed:
+            if outgoing.seq is not None:
+                self._report_failed(outgoing.seq, str(outgoing.error))
         return next_s
 
     def _on_save_failed(self, seq: Sequence | None, key: str) -> None:
         """A rank could not copy KV. If its copies had begun, the thread ends the offer; it may wait for the rank."""
         with self._shared.lock:
-            leaving = self._shared.outgoing.get(key)
-            if leaving is not None:
-                leaving.is_lost = True
-        if leaving is None and seq is not None:
+            outgoing = self._shared.outgoing.get(key)
+            if outgoing is not None:
+                outgoing.is_lost = True
+        if outgoing is None and seq is not None:
             self._report_failed(seq, "its KV does not fit the transfer buffer")
 
     def _report_failed(self, seq: Sequence, why: str) -> None:
@@ -237,10 +237,10 @@ class VllmPrefillRole:
 
     def _free_unread(self) -> None:
         """Give back the slabs of what is not wanted, or has failed, and that the thread is done with. Locked."""
-        for leaving in list(self._shared.outgoing.values()):
-            if leaving.is_hashed and (leaving.seq is None or leaving.error is not None):
-                del self._shared.outgoing[leaving.key]
-                self.buffer.give_back(leaving.slabs, leaving.owner)
+        for outgoing in list(self._shared.outgoing.values()):
+            if outgoing.is_hashed and (outgoing.seq is None or outgoing.error is not None):
+                del self._shared.outgoing[outgoing.key]
+                self.buffer.give_back(outgoing.slabs, outgoing.owner)
 
     # ---- ends
 
@@ -248,9 +248,9 @@ class VllmPrefillRole:
         """End the request's lease and its offers, of this epoch and older ones."""
         with self._shared.lock:
             self._shared.ledger.release_lease(request, epoch)
-            for leaving in self._shared.outgoing.values():
-                if (seq := leaving.seq) is not None and seq.id == request and seq.epoch <= epoch:
-                    leaving.seq = None
+            for outgoing in self._shared.outgoing.values():
+                if (seq := outgoing.seq) is not None and seq.id == request and seq.epoch <= epoch:
+                    outgoing.seq = None
             self._free_unread()
 
     def abandon_all(self) -> list[tuple[str, int]]:

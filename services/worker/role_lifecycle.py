@@ -27,6 +27,7 @@ from diptych.channel.link import ChannelLink
 from diptych.errors import find_device_loss
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, exit_lost, pin_to_core
+from diptych.request import TRAITS
 from diptych.specs import WorkerSpec
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
@@ -330,6 +331,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         keep_classes=list(parts.keep_classes),
         log_file=life.spec.log_file,
         block_tokens=_count_block_tokens(parts),
+        traits=TRAITS if parts.roles is None else parts.roles.traits,
     )
 
 

@@ -92,7 +92,7 @@ def make_vllm_request(config: Config) -> VllmRequest:
 
 
 def plan_on_vllm(
-    ask: VllmRequest,
+    request: VllmRequest,
     name: str,
     folder: Path,
     *,
@@ -113,31 +113,31 @@ def plan_on_vllm(
     """
     path = link_model(folder, os.environ)
     workers = 1
-    if ask.device == "cuda":
+    if request.device == "cuda":
         # Within a cluster Ray decides which GPUs a process sees, and has said so to this one.
-        gpus = find_gpus({} if ask.workers else os.environ, own_torch=False)
-        workers = ask.workers or workers_per_gpu(num_workers * tp, len(gpus))
+        gpus = find_gpus({} if request.workers else os.environ, own_torch=False)
+        workers = request.workers or workers_per_gpu(num_workers * tp, len(gpus))
     facts = ask_vllm(
-        ask.python,
+        request.python,
         {
             "model": str(path),
-            "device": ask.device,
-            "dtype": ask.dtype,
+            "device": request.device,
+            "dtype": request.dtype,
             "max_model_len": max_model_len,
             "kv_bytes": kv_bytes,
-            "gpu_memory_utilization": None if ask.device == "cpu" else ask.utilization / workers,
+            "gpu_memory_utilization": None if request.device == "cpu" else request.utilization / workers,
             "max_num_seqs": step_rows,
             "max_num_batched_tokens": step_tokens,
             "tp": tp,
-            "prefix_caching": ask.prefix_caching,
-            "chunked_prefill": ask.chunked_prefill,
-            "vllm_args": list(ask.args),
+            "prefix_caching": request.prefix_caching,
+            "chunked_prefill": request.chunked_prefill,
+            "vllm_args": list(request.args),
         },
     )
     one = num_chunks(facts.max_model_len) * facts.block_bytes
     usable = int(host_bytes * USABLE_SHARE)
-    buffer = _plan_buffer(ask, name, facts, tp, usable)
-    if ask.device == "cuda":
+    buffer = _plan_buffer(request, name, facts, tp, usable)
+    if request.device == "cuda":
         return VllmPlan(path, facts, kv_bytes or 0, GpuShare(workers, buffer))
     taken = buffer + _weight_bytes(path) + PROCESS_BYTES
     pool = kv_bytes if kv_bytes is not None else min(AUTO_POOL_REQUESTS * one, max(usable - taken, one))
@@ -145,14 +145,14 @@ def plan_on_vllm(
     return VllmPlan(path, facts, pool, GpuShare(1, buffer))
 
 
-def _plan_buffer(ask: VllmRequest, name: str, facts: VllmFacts, tp: int, host_bytes: int) -> int:
+def _plan_buffer(request: VllmRequest, name: str, facts: VllmFacts, tp: int, host_bytes: int) -> int:
     """The size of the transfer buffer. Raises ModelError if it is too small or too large."""
     # Imported only here, since it imports numpy, which the process that starts all others does without.
     from vllm_worker.buffer import slab_layout
 
     layout = slab_layout(facts.block_bytes // tp, tp)
     return plan_transfer_buffer(
-        name, layout, facts.max_model_len, asked=ask.buffer_bytes, host_bytes=host_bytes
+        name, layout, facts.max_model_len, asked=request.buffer_bytes, host_bytes=host_bytes
     )
 
 

@@ -11,7 +11,7 @@ from diptych.messages import Abort, Admit, Prefill, Pulled, Release
 from diptych.request import SamplingParams
 from kvtransfer.ticket import decode_ticket
 from tests.support.vllm_worker_pair import GREEDY, TOKENS, LinkedPair, make_prompts, name_prompts
-from tests.support.vllm_worker_process import KEY
+from tests.support.vllm_worker_serving import KEY
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from diptych.messages import Release
 from kvtransfer.ticket import decode_ticket
 from tests.support.vllm_worker_pair import GREEDY, LinkedPair, make_prompts, name_prompts
-from tests.support.vllm_worker_process import KEY
+from tests.support.vllm_worker_serving import KEY
 
 
 @pytest.fixture(scope="module")

@@ -72,5 +72,5 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--chunked", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     main(given.model, given.ranks, given.chunked, given.names)

@@ -109,6 +109,7 @@ def example(kind: ValueKind) -> str:
     for text in (
         "7",
         "vllm",
+        "qwen3",
         "cpu",
         "float16",
         "nixl",

@@ -17,7 +17,7 @@ from diptych.request import SamplingParams
 from kvtransfer.ticket import Ticket, decode_ticket, encode_ticket
 from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
 from tests.support.vllm_worker_pair import LinkedPair
-from tests.support.vllm_worker_process import KEY
+from tests.support.vllm_worker_serving import KEY
 
 EACH, PROMPT_TOKENS, NUM_PROMPTS = 1000, 130, 8
 GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)

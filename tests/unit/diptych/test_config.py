@@ -25,7 +25,6 @@ from diptych.config.load import (
 from diptych.config.options import Config
 from diptych.config.sources import SERVICE_NAME
 from diptych.config.values import (
-    MIN_KEY_CHARS,
     ValueKind,
     byte_size,
     duration_ms,
@@ -34,6 +33,7 @@ from diptych.config.values import (
     whole_number,
 )
 from diptych.errors import ConfigError
+from diptych.keys.key_text import MIN_KEY_CHARS
 from diptych.specs import GatewaySpec, WorkerSpec
 from services.cli.serve.settings_reference import render_document
 

@@ -90,6 +90,10 @@ class LinkedWorker:
         self._connection = Connection(near.detach())
         self.name, self.said = name, list[ToGateway]()
         self._lines: list[dict[str, Any]] = []
+        self.ready: dict[str, Any] = {}
+
+    def wait_ready(self) -> None:
+        """Returns when it serves."""
         self.ready = self._next_line(MAX_START_S)
         address = msgspec.msgpack.decode(bytes.fromhex(self.ready["memory"]), type=SharedMemoryAddress)
         self.memory = attach_memory(address, writable=True)
@@ -180,7 +184,13 @@ class LinkedPair:
     def __init__(self, python: str, model: str, ranks: int, folder: Path) -> None:
         self.prefill = LinkedWorker(python, "one", "prefill", model, ranks, folder / "one.log")
         self.decode = LinkedWorker(python, "two", "decode", model, ranks, folder / "two.log")
-        self.link()
+        try:
+            self.prefill.wait_ready()
+            self.decode.wait_ready()
+            self.link()
+        except BaseException:
+            self.close()
+            raise
 
     def link(self) -> None:
         """Link the decode worker to the prefill worker."""

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -52,19 +53,22 @@ class PipeLink:
         while True:
             try:
                 payload = self._connection.recv_bytes()
-            except EOFError:
+            except (EOFError, OSError):
                 payload = b""
             self._inbox.put(payload)
             if not payload:
                 return
 
     def send(self, message: ToGateway) -> None:
-        with self._lock:
-            self._connection.send_bytes(pack_message(message))
+        self._write(pack_message(message))
 
     def send_line(self, line: dict[str, object]) -> None:
-        with self._lock:
-            self._connection.send_bytes(json.dumps(line).encode())
+        self._write(json.dumps(line).encode())
+
+    def _write(self, payload: bytes) -> None:
+        """Send a payload; that the test has gone is noticed by `_read`."""
+        with self._lock, suppress(OSError):
+            self._connection.send_bytes(payload)
 
     def poll_messages(self, timeout_s: float) -> list[ToWorker]:
         payloads, messages = list[bytes | None](), list[ToWorker]()

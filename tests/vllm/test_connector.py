@@ -13,6 +13,9 @@ from kvtransfer.ticket import decode_ticket
 from tests.support.vllm_worker_pair import GREEDY, TOKENS, LinkedPair, make_prompts, name_prompts
 from tests.support.vllm_worker_serving import KEY
 
+# Starting two engines takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.fixture(scope="module")
 def pair(

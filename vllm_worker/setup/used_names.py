@@ -99,7 +99,6 @@ USED_NAMES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config": (
         "VllmConfig.use_v2_model_runner",
-        "ModelConfig.runner_type",
         "ModelConfig.is_encoder_decoder",
         "ModelConfig.is_hybrid",
         "ModelConfig.is_attention_free",

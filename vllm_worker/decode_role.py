@@ -47,7 +47,7 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.transfer_buffer import TransferBuffer
 from vllm_worker.engine import VllmEngine
-from vllm_worker.port import LoadPlan
+from vllm_worker.port import LoadPlan, settle_port
 from worker.loop import GatewayLink, WorkOrder
 
 # The code and the text of a failure that is reported.
@@ -315,6 +315,11 @@ class VllmDecodeRole:
         self._waiting.pop(key, None)
         if failure is not None:
             self._report_failed(arrival.seq, *failure)
+
+    def close(self) -> None:
+        """Stop all pulls, and let vLLM free what ended requests hold. `tend_held` then frees what has landed."""
+        self.fetcher.close()
+        settle_port(self.engine.port)
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the engine, with the counts of requests whose KV is not here yet, and of the buffer, added."""

@@ -224,3 +224,18 @@ class EnginePort(Protocol):
 
     def close(self) -> None:
         """End the engine and its ranks. Idempotent."""
+
+
+# Most steps that freeing takes: each step frees what ended before it.
+MAX_SETTLING_STEPS = 16
+
+
+def settle_port(port: EnginePort) -> None:
+    """Let vLLM free what requests that have ended still hold: its ranks hear of ends in the next step.
+
+    All requests must have ended. Raises as `EnginePort.step`.
+    """
+    for _ in range(MAX_SETTLING_STEPS):
+        if not port.has_work:
+            return
+        port.step()

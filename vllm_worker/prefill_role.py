@@ -41,7 +41,7 @@ from kvtransfer.transfer_buffer import LEASED_OWNER, TransferBuffer
 from prefill_worker.worker import TicketIssuer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.exchange import KvExchange, ignore_save
-from vllm_worker.port import SavedKv
+from vllm_worker.port import SavedKv, settle_port
 from worker.loop import GatewayLink, WorkOrder
 from worker.task_thread import TaskThread
 
@@ -263,6 +263,7 @@ class VllmPrefillRole:
 
     def close(self) -> None:
         """Wait for the thread, and free what is left. Another role can use the engine then."""
+        settle_port(self.engine.port)
         self._tasks.close()
         self.abandon_all()
         self.exchange.on_save_begun = ignore_save

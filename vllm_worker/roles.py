@@ -96,4 +96,4 @@ class VllmRoles:
         fetcher = KvFetcher(links, link.send, link.wake_poll)
         role = VllmDecodeRole(link, self._engine, self._buffer, fetcher, self._key, self._fingerprint)
         fetcher.open()
-        return role, fetcher.close
+        return role, role.close

@@ -141,9 +141,8 @@ class VllmProcess(VirtualProcess):
         )
 
     def _close_role(self) -> None:
-        super()._close_role()
-        if isinstance(self.role, VllmPrefillRole):
-            self.role.close()
+        assert isinstance(self.role, VllmPrefillRole | VllmDecodeRole)
+        self.role.close()
 
     def end(self, how: str) -> None:
         if self.alive and self._offering is not None:

@@ -18,6 +18,7 @@ from diptych.messages import (
     Renew,
     Staging,
     Step,
+    SwitchRole,
 )
 from kvtransfer.ticket import decode_ticket
 from tests.engine.vllm_worker.vllm_bench import (
@@ -146,11 +147,11 @@ def test_a_waiting_offer_whose_time_is_up_fails_and_makes_room() -> None:
 
 def test_a_request_that_can_never_be_in_the_buffer_is_refused_by_either_role() -> None:
     bench = VllmBench(prefill_slabs=16, decode_slabs=16)
-    bench.prefill.role.buffer.num_slabs = bench.decode.role.buffer.num_slabs = 2  # type: ignore[attr-defined]
+    bench.prefill.role.buffer.num_slabs = bench.decode.role.buffer.num_slabs = 2
     bench.prefill.tell(Prefill("a", 0, make_prompt(129), [], greedy(), 60.0))
     bench.decode.tell(Admit("b", 0, make_prompt(129), [5], greedy(), b"", 60.0))
     assert bench.prefill.failures("a") == bench.decode.failures("b") == ["out_of_memory"]
-    bench.prefill.role.buffer.num_slabs = bench.decode.role.buffer.num_slabs = 16  # type: ignore[attr-defined]
+    bench.prefill.role.buffer.num_slabs = bench.decode.role.buffer.num_slabs = 16
     bench.check_rest()
 
 
@@ -404,6 +405,26 @@ def test_a_draining_worker_waits_for_its_lease_and_then_is_settled() -> None:
     bench.work()
     assert waits and bench.prefill.loop.is_over
     bench.prefill.loop.check_settled()
+
+
+def test_a_role_that_ends_in_the_middle_leaves_nothing_to_the_next_one() -> None:
+    """The drain takes too long: a prompt waits for the full buffer, others are computed, pulled and decoded."""
+    bench = VllmBench(prefill_slabs=16)
+    offer = bench.prefill_it("a", make_prompt(64 * 9))
+    bench.admit("a", make_prompt(64 * 9), offer.ticket)
+    for name in "bc":
+        bench.prefill.tell(Prefill(name, 0, make_prompt(64 * 9, 1), [], greedy(), 60.0))
+        bench.decode.tell(Generate(name, 0, make_prompt(200, 2), [], greedy(900), 60.0))
+    bench.prefill.loop.run_once()
+    assert bench.prefill.port.held_blocks and bench.decode.port.held_blocks and len(bench.pulling) == 1
+    for half, role in ((bench.prefill, "decode"), (bench.decode, "prefill")):
+        half.tell(SwitchRole(role))
+        bench.now_s += 11.0
+        half.loop.run_until_drained()
+        assert "draining" in half.failures("b") + half.failures("c")
+        half.role.close()
+        half.loop.check_settled()
+        assert half.books.used == 0 and half.loop.next_role == role
 
 
 def test_many_requests_through_small_pools_end_with_the_right_tokens() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from decode_worker.kv_fetcher import KvArrival
 from diptych.messages import Abort, Admit, Failed, Offer, Output, Prefill, Pulled, Step, ToWorker, WorkerStats
@@ -66,6 +67,15 @@ class StillTasks:
                 self.tasks.remove(task)
 
 
+class BenchCourier(StillCourier):
+    """A courier that can be closed: its pulls notice that they were stopped."""
+
+    def close(self) -> None:
+        self._closing.set()
+        while self.under_way:
+            self.land()
+
+
 class SlabMemory:
     """The slabs of a buffer, as `FakeLinks` copies them."""
 
@@ -87,7 +97,7 @@ class VllmHalf:
         self.buffer = open_buffer(port.facts, num_slabs * port.facts.slab_bytes)
         port.attach_buffer(self.buffer)
         self.engine = VllmEngine(port, bench.clock)
-        self.role = make(self)
+        self.role: Any = make(self)
         self.books = VllmBooks(port, self.buffer)
         self.loop = WorkerLoop(
             self.line,
@@ -164,7 +174,7 @@ class VllmBench:
     def _make_decode(self, half: VllmHalf) -> VllmDecodeRole:
         memories = SlabMemory(self.prefill.buffer), SlabMemory(half.buffer)
         self.links = FakeLinks(*memories, memoryview(bytearray()))  # type: ignore[arg-type]
-        self.courier = StillCourier(self.links, self.clock)
+        self.courier = BenchCourier(self.links, self.clock)
         return VllmDecodeRole(
             half.line, half.engine, half.buffer, self.courier, KEY, "model", clock=self.clock
         )

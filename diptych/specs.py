@@ -228,6 +228,11 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     otlp_traces_endpoint: str | None = None
     # The file of API keys with names and rates, which the gateway watches; None: there is none.
     keys_file: str | None = None
+    # The server's certificate and its key, which the gateway watches; None: it speaks plain HTTP.
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    # What a proxy strips from the paths of requests; empty: nothing.
+    root_path: str = ""
     # Share of the requests that are traced, of those whose client has not decided it.
     trace_sample: float = 1.0
     # Whether to keep records of the traffic for a replanner, which reads them with the admin key.

@@ -33,6 +33,7 @@ from diptych.config.values import (
     switch,
     text,
     texts,
+    url_path,
     whole_number,
 )
 from diptych.logs.log_format import LOG_FORMATS
@@ -282,6 +283,15 @@ class Config(BaseSettings):
     admin_key_file: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
         Field(default=None, description="A file with the admin key")
     )
+    ssl_certfile: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = (
+        Field(default=None, description="Speak HTTPS with this certificate, watched for changes")
+    )
+    ssl_keyfile: Annotated[FilePath | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)] = Field(
+        default=None, description="The private key of the certificate"
+    )
+    root_path: Annotated[
+        Annotated[str, url_path()] | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)
+    ] = Field(default=None, description="What a proxy strips from paths, for documents")
     insecure: Annotated[Switch, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
         default=False, description="Serve other hosts without a key"
     )

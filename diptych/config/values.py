@@ -40,6 +40,7 @@ BYTE_SCALES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SECONDS_BY_UNIT = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 MS_BY_UNIT = {unit: scale * 1e3 for unit, scale in SECONDS_BY_UNIT.items() if unit} | {"": 1.0}
 URL_PATTERN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[^\s/:@\[\]]+)(:[0-9]{1,5})?(/\S*)?")
+PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 NUMBER_PATTERN = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 # JSON Schema patterns that accept the same values.
@@ -218,6 +219,18 @@ def http_url() -> ValueKind:
         return found
 
     return ValueKind("URL", read, {"type": "string", "pattern": rf"^\s*{URL_PATTERN.pattern}\s*$"})
+
+
+def url_path() -> ValueKind:
+    """The beginning of a URL's path, such as `/llm`, without a slash at its end."""
+
+    def read(value: Any) -> str:
+        found = _parse_text(value).strip()
+        if not PATH_PATTERN.fullmatch(found):
+            raise ValueError("is not a path such as /llm, without a slash at its end")
+        return found
+
+    return ValueKind("PATH", read, {"type": "string", "pattern": rf"^\s*{PATH_PATTERN.pattern}\s*$"})
 
 
 def percentage() -> ValueKind:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -114,7 +115,12 @@ async def probe_server(url: str, key: str | None, model: str | None, endpoint: s
     address = ServerAddress.from_url(url)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        base_url=address.url, headers=headers, timeout=PROBE_TIMEOUT_S, trust_env=False
+        base_url=address.url,
+        headers=headers,
+        timeout=PROBE_TIMEOUT_S,
+        trust_env=False,
+        # As the load itself: what this machine trusts, or `SSL_CERT_FILE` names.
+        verify=ssl.create_default_context() if address.tls else True,
     ) as http:
         models = await _list_models(http, address.url)
         name = model or next(iter(models), None)

@@ -38,6 +38,7 @@ from router.requests.admission import AdmissionLimits as Openings
 from router.requests.relay import Relay
 from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
+from services.gateway.access_files import AccessFiles, open_access_files
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
@@ -45,7 +46,6 @@ from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.access_keys import AccessKeys, BearerKeys
 from services.gateway.keys.key_metrics import KeyCollector
-from services.gateway.keys.key_watch import KeyFileWatch, open_named_keys
 from services.gateway.keys.named_keys import NamedKeys
 from services.gateway.keys.rated_backend import RatedBackend
 from services.gateway.metrics.deployment import DeploymentCollector
@@ -171,7 +171,8 @@ async def serve_gateway(
     hub = make_hub(spec)
     exporter = make_exporter(spec, metrics)
     backend = RelayBackend(relay, hub, metrics, request_log=request_log)
-    named, key_watch = open_named_keys(spec.keys_file, spec.api_keys) if spec.keys_file else (None, None)
+    files = open_access_files(spec, metrics.registry)
+    named = files.named_keys
     service = make_service(spec, rules, backend, preparers, named)
     model = spec.served_names[0]
     metrics.watch_workers(backend.worker_stats, backend.link_speeds, model, spec.prefix_caching)
@@ -181,9 +182,10 @@ async def serve_gateway(
     opened = open_batches(spec, service, relay, named)
     batches = opened if isinstance(opened, BatchService) else None
     keys = access_keys(spec, named)
-    app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened, key_watch)
+    app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened, files)
+    serving = partial(supervisor.report_progress, "ready")
     server = GatewayServer(
-        app, service, spec.drain_s, lambda: supervisor.report_progress("ready"), spec.max_connections, keys
+        app, service, spec.drain_s, serving, spec.max_connections, keys, files.certificates
     )
     hub.open()
     preparers.open()
@@ -202,7 +204,7 @@ async def serve_gateway(
                 preparers.wait_for_failure(),
                 observe_loop_lag(metrics),
                 *([batches.feeder.run_forever()] if batches is not None else []),
-                *([key_watch.run_forever()] if key_watch is not None else []),
+                *files.watch_files(),
             )
     finally:
         service.close()
@@ -331,15 +333,15 @@ def build_http_app(
     metrics: GatewayMetrics,
     exporter: OtlpExporter | None,
     batches: BatchService | BatchesOff,
-    key_watch: KeyFileWatch | None = None,
+    files: AccessFiles,
 ) -> ASGIApp:
     """The HTTP application: the API, and the admin and replanning routes if `spec` asks for them."""
     replanning = None
     if spec.replan:
         service.outcomes.add_sink(traffic := TrafficFeed())
         replanning = ReplanRoute(traffic, prober, metrics)
-    if key_watch is not None and shows_names(spec):
-        metrics.registry.register(KeyCollector(key_watch.keys))
+    if files.named_keys is not None and shows_names(spec):
+        metrics.registry.register(KeyCollector(files.named_keys))
     admin = AdminRoutes(backend, replanning) if spec.admin_key else None
     feeder, off = (None, str(batches)) if isinstance(batches, BatchesOff) else (batches.feeder, "")
     probes = LiveHealthProbes(
@@ -352,9 +354,9 @@ def build_http_app(
         spec.bulk_plan,
         off,
         shows_names(spec),
-        key_watch,
+        files,
     )
-    api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches)
+    api = ApiRoutes(service, probes, diptych_version(), int(time.time()), admin, batches, spec.root_path)
     tracer = RequestTracer(exporter, spec.trace_sample) if exporter is not None else None
     return build_app(api, keys, spec.host, tracer)
 

@@ -64,18 +64,21 @@ class ApiRoutes:
         created: int,
         admin: AdminRoutes | None = None,
         batches: BatchService | BatchesOff = BATCHES_OFF,
+        root_path: str = "",
     ) -> None:
         """`created` is the models' creation time in Unix seconds. Without `admin` there are no `/admin` routes.
         If `batches` are off, the routes of files and batches say why, and how to turn them on.
 
-        With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`.
+        With `lenient`, a body without a content type is taken for JSON. `page` is the document at `/`. A proxy
+        strips `root_path` from the paths of requests.
         """
         self.lenient = False
-        self.page: WebPage = render_page(needs_key=False)
+        self.page: WebPage = render_page(needs_key=False, root_path=root_path)
         self.service, self.probes, self.admin, self.batches = service, probes, admin, batches
         self._status = StatusBody(probes.status_report)
         self._version, self._created = version, created
-        document = openapi_document(version)
+        self.root_path = root_path
+        document = openapi_document(version) | ({"servers": [{"url": root_path}]} if root_path else {})
         self._document, self._docs = msgspec.json.encode(document), docs_page(document)
 
     async def create_generation(self, request: Request) -> Response:

@@ -68,7 +68,7 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
     limits = api.service.rules.limits
     # If keys are required, pages of other sites cannot send requests, so a missing content type is harmless.
     api.lenient = bool(keys.api)
-    api.page = render_page(needs_key=bool(keys.keys_for_route("/status")))
+    api.page = render_page(bool(keys.keys_for_route("/status")), api.root_path)
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,8 +22,9 @@ from diptych.file_limits import raise_open_file_limit
 from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection import KEEP_ALIVE_S, HttpConnection
 from services.gateway.http.connection_table import ConnectionTable, max_open_connections
-from services.gateway.http.stranger_pacing import StrangerPacing
+from services.gateway.http.stranger_pacing import HANDSHAKE_INTERVAL_S, StrangerPacing
 from services.gateway.service import GatewayService
+from services.gateway.tls.tls_layer import CertificateSource, TlsLayer
 from services.host.ports import claim_port
 
 MAX_CONNECTIONS = 4096
@@ -64,6 +66,18 @@ def backlog_size(descriptors: int) -> int:
     return max(1, min(MAX_BACKLOG, int(descriptors * BACKLOG_SHARE)))
 
 
+def secure_connections(
+    make_connection: Callable[..., asyncio.Protocol], certificates: CertificateSource
+) -> Callable[..., asyncio.Protocol]:
+    """What makes a connection like `make_connection` does, within TLS."""
+    handshakes = StrangerPacing(HANDSHAKE_INTERVAL_S)
+
+    def make_secure(*arguments: Any, **named: Any) -> asyncio.Protocol:
+        return TlsLayer(make_connection(*arguments, **named), certificates, handshakes)
+
+    return make_secure
+
+
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that drains before it ends. It calls `serving` once it takes requests and handles signals."""
 
@@ -75,22 +89,26 @@ class GatewayServer(uvicorn.Server):
         serving: Callable[[], None] = lambda: None,
         max_connections: int = MAX_CONNECTIONS,
         keys: AccessKeys | None = None,
+        certificates: CertificateSource | None = None,
     ) -> None:
         """At most `max_connections` are open at a time, or fewer if the process has not enough descriptors.
 
-        `keys` tell clients from strangers; without any, all are clients.
+        `keys` tell clients from strangers; without any, all are clients. With `certificates` it speaks HTTPS.
         """
         descriptors = raise_open_file_limit()
         self.connections = ConnectionTable(max_open_connections(max_connections, descriptors))
+        make_connection: Callable[..., asyncio.Protocol] = functools.partial(
+            HttpConnection,
+            connections=self.connections,
+            keys=keys or AccessKeys(),
+            strangers=StrangerPacing(),
+        )
+        if certificates is not None:
+            make_connection = secure_connections(make_connection, certificates)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=functools.partial(  # type: ignore[arg-type]
-                    HttpConnection,
-                    connections=self.connections,
-                    keys=keys or AccessKeys(),
-                    strangers=StrangerPacing(),
-                ),
+                http=make_connection,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -10,15 +10,17 @@ import msgspec
 
 from diptych.messages import Hello, WorkerStats
 from diptych.specs import BulkPlan
+from services.gateway.access_files import AccessFiles
 from services.gateway.batches.batch_report import report_batches
 from services.gateway.batches.feeder import BatchFeeder
 from services.gateway.generation.relay_backend import RelayBackend
-from services.gateway.keys.key_watch import KeyFileWatch
 from services.gateway.metrics.workers import WorkerSnapshot
 from services.gateway.openai.schemas.response_schema import Readiness
 from services.gateway.ops.readiness import CanaryProber, CanaryRoute, WorkerPair
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.service import GatewayService
+
+NO_FILES = AccessFiles()
 
 
 def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
@@ -59,14 +61,14 @@ class LiveHealthProbes:
         bulk_plan: BulkPlan | None = None,
         batches_off: str = "",
         named_batches: bool = True,
-        key_watch: KeyFileWatch | None = None,
+        access_files: AccessFiles = NO_FILES,
     ) -> None:
         """`plan_note` says where the number of workers comes from; empty if it was not planned. `feeder` runs
         batches; None if they are off, and `batches_off` says why. `bulk_plan` is that of workers that only do bulk
         work, if there are. With `named_batches` single batches, and the names of keys, are in `/status`, whoever they
-        belong to. `key_watch` watches the file of the keys, if there is one.
+        belong to. `access_files` are those of keys and of the certificate.
         """
-        self._key_watch = key_watch
+        self._access_files = access_files
         self._named_batches = named_batches
         self._bulk_plan = bulk_plan
         self._feeder, self._batches_off = feeder, batches_off
@@ -126,13 +128,8 @@ class LiveHealthProbes:
             "plan": self._plan_status(),
             "errors": self._service.errors.report(now_s),
             "fleet_events": self._backend.fleet_events.report(now_s),
-            **self._key_status(now_s),
+            **self._access_files.report(self._named_batches, now_s),
         }
-
-    def _key_status(self, now_s: float) -> dict[str, Any]:
-        """The keys of the file, if there is one."""
-        watch = self._key_watch
-        return {} if watch is None else {"keys": watch.report(self._named_batches, now_s)}
 
     def _plan_status(self) -> dict[str, Any]:
         """How many workers of each role there should be, and why; with a replanner, its last report."""

@@ -34,6 +34,7 @@ from planner.replan.traffic_windows import LengthMix
 from planner.types import BOTH, DECODE
 from services.gateway.metrics.traffic_feed import ARRIVED, ENDED, MAX_REASON, ReplanReport, TrafficEvents
 from services.gateway.metrics.traffic_feed import FAILED as NOT_ANSWERED
+from services.gateway.tls.trust import trust_certificate
 from services.replan.roster import (
     DONE,
     FAILED,
@@ -82,15 +83,40 @@ class WorkerScaler(Protocol):
 class GatewayClient:
     """Calls the gateway's routes that the replanner needs."""
 
-    def __init__(self, url: str, admin_key: str, api_key: str | None, transport: Any = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        admin_key: str,
+        api_key: str | None,
+        transport: Any = None,
+        certfile: str | None = None,
+    ) -> None:
+        """`certfile` is the certificate of a gateway that speaks HTTPS. It may be renewed at any time."""
         self._admin = {"Authorization": f"Bearer {admin_key}"}
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+        self._url, self._api_key, self._transport, self._certfile = url, api_key, transport, certfile
+        self._client = self._open_client()
+
+    def _open_client(self) -> httpx.AsyncClient:
+        """A client that trusts the certificate of now."""
+        return httpx.AsyncClient(
+            base_url=self._url,
+            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else None,
             timeout=ANSWER_TIMEOUT_S,
             trust_env=False,
-            transport=transport,
+            transport=self._transport,
+            verify=True if self._certfile is None else trust_certificate(self._certfile),
         )
+
+    async def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The answer to a call. Raises httpx.HTTPError if the gateway cannot be reached."""
+        try:
+            return await self._client.request(method, path, **options)
+        except httpx.ConnectError:
+            # The next call trusts the certificate of then.
+            if self._certfile is not None:
+                await self._client.aclose()
+                self._client = self._open_client()
+            raise
 
     async def exchange_report(self, report: ReplanReport) -> TrafficEvents:
         """Send the replanner's metrics and get the traffic events since the last call.
@@ -98,12 +124,12 @@ class GatewayClient:
         Raises httpx.HTTPError if the gateway cannot be reached.
         """
         body = msgspec.json.encode(report)
-        answer = await self._client.post("/admin/replan", content=body, headers=self._admin)
+        answer = await self._call("POST", "/admin/replan", content=body, headers=self._admin)
         return msgspec.json.decode(answer.raise_for_status().content, type=TrafficEvents)
 
     async def list_workers(self) -> list[ObservedWorker]:
         """The workers that the gateway knows. Raises httpx.HTTPError if the gateway cannot be reached."""
-        state: dict[str, Any] = (await self._client.get("/status")).raise_for_status().json()
+        state: dict[str, Any] = (await self._call("GET", "/status")).raise_for_status().json()
         linked = {link[end] for link in state["links"] for end in ("source", "target")}
         return [
             ObservedWorker(
@@ -123,7 +149,7 @@ class GatewayClient:
         Raises httpx.HTTPError if the gateway cannot be reached.
         """
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
-        answer = await self._client.post(path, json=body, headers=self._admin)
+        answer = await self._call("POST", path, json=body, headers=self._admin)
         return "" if answer.is_success else f"the gateway refused: {answer.status_code} {answer.text[:200]}"
 
     async def close(self) -> None:

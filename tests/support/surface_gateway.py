@@ -37,7 +37,7 @@ def with_stand_ins(cls: type[Any], **given: Any) -> Any:
 
 def routes() -> list[Any]:
     """Every route that a gateway can have."""
-    return [*with_stand_ins(ApiRoutes, version=VERSION).make_routes()]
+    return [*with_stand_ins(ApiRoutes, version=VERSION, root_path="").make_routes()]
 
 
 def describe_routes() -> list[str]:

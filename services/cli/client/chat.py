@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,14 @@ LEAVE_COMMANDS = ("/quit", "/exit", "/bye")
 def http_client(url: str, key: str | None) -> httpx.Client:
     """A client of one gateway; proxies of the environment are not asked for what is usually this machine."""
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.Client(base_url=base_url(url), headers=bearer_header(key), timeout=timeout, trust_env=False)
+    return httpx.Client(
+        base_url=base_url(url),
+        headers=bearer_header(key),
+        timeout=timeout,
+        trust_env=False,
+        # As the other commands: what this machine trusts, or `SSL_CERT_FILE` names.
+        verify=ssl.create_default_context() if url.startswith("https:") else True,
+    )
 
 
 # ---- chat

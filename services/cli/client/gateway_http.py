@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
 
 from diptych.errors import ConfigError, StartError
 
 CONNECT_TIMEOUT_S = 5.0
-CONNECTIONS = {"http": HTTPConnection, "https": HTTPSConnection}
+SCHEMES = ("http", "https")
 
 
 def bearer_header(key: str | None) -> dict[bytes, bytes]:
@@ -32,10 +33,17 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def get_route(url: str, key: str | None, path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bytes:
+def get_route(
+    url: str,
+    key: str | None,
+    path: str,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    tls: ssl.SSLContext | None = None,
+) -> bytes:
     """The body of a route of the gateway at `url`. Proxies of the environment are not asked.
 
-    It blocks: `timeout_s` to connect, and as long for each piece of the answer.
+    It blocks: `timeout_s` to connect, and as long for each piece of the answer. `tls` says which certificates are
+    trusted; None: those that this machine trusts, or the file that `SSL_CERT_FILE` names.
 
     Raises:
         ConfigError: no header can hold the key.
@@ -44,9 +52,13 @@ def get_route(url: str, key: str | None, path: str, timeout_s: float = CONNECT_T
     headers = {name.decode(): value.decode("latin-1") for name, value in bearer_header(key).items()}
     try:
         where = urlsplit(base_url(url))
-        if where.scheme not in CONNECTIONS or not where.hostname:
+        if where.scheme not in SCHEMES or not where.hostname:
             raise ValueError("it begins with neither http:// nor https://")
-        connection = CONNECTIONS[where.scheme](where.hostname, where.port, timeout=timeout_s)
+        connection = (
+            HTTPSConnection(where.hostname, where.port, timeout=timeout_s, context=tls)
+            if where.scheme == "https"
+            else HTTPConnection(where.hostname, where.port, timeout=timeout_s)
+        )
         try:
             connection.request("GET", f"{where.path}{path}", headers=headers)
             answer = connection.getresponse()
@@ -63,6 +75,9 @@ def get_route(url: str, key: str | None, path: str, timeout_s: float = CONNECT_T
 def unreachable_error(url: str, error: Exception) -> StartError:
     """The error for a gateway that does not answer."""
     why = str(error) or type(error).__name__
+    if "certificate verify failed" in why:
+        fix = "SSL_CERT_FILE=FILE in the environment names a certificate to trust"
+        return StartError(f"the certificate of {url} is not trusted", why, fix)
     return StartError(
         f"no gateway answers at {url}", why, "start one with `diptych serve`, or name another with --url"
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import secrets
+import ssl
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -25,9 +27,10 @@ from services.cli.client.status import parse_state as read_state
 from services.cli.serve.from_plan import check_planned_model
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.signals import StopSignals
-from services.cli.serve.specs import deployment_spec, device_budget, num_probed
+from services.cli.serve.specs import check_certificate, deployment_spec, device_budget, num_probed
 from services.cluster.local_deployment import GATEWAY, RAY, LocalDeployment
 from services.cluster.spec import DeploymentSpec
+from services.gateway.tls.trust import trust_certificate
 from services.host.exit_codes import INTERRUPTED, OK
 from services.host.gpus import find_gpus
 from services.host.model_probe import ProbedModel, resolve_model
@@ -81,6 +84,7 @@ class ServeRun:
         self._config = self._loaded.config
         config, view = self._config, self._view
         keys = collect_api_keys(self._loaded)
+        check_certificate(self._loaded)
         port = claim_port(config.host, config.port, self._loaded.origin_of("port"))
         view.print_line(f"diptych {installed_version('diptych')} · {config.model} · {describe_pools(config)}")
         if self._plan is not None:
@@ -243,15 +247,16 @@ class ServeRun:
     async def _await_ready(self, gateway: GatewaySpec) -> None:
         """Ask `/ready` until canaries have passed through every worker, so that the first request finds all of them."""
         view, key = self._view, gateway.status_key
-        url = gateway_url(gateway)
+        url, tls = gateway_url(gateway), trust_own_certificate(gateway)
+        ask_status = functools.partial(get_route, url, key, "/status", tls=tls)
         while True:
             await asyncio.sleep(READY_POLL_S)
             if not view.workers_ready:
                 continue
             # An error means that the gateway is not there yet, or not ready.
             with contextlib.suppress(StartError, ValueError):
-                await asyncio.to_thread(get_route, url, key, "/ready", MAX_CANARY_WAIT_S)
-                state = read_state(json.loads(await asyncio.to_thread(get_route, url, key, "/status")))
+                await asyncio.to_thread(get_route, url, key, "/ready", MAX_CANARY_WAIT_S, tls)
+                state = read_state(json.loads(await asyncio.to_thread(ask_status)))
                 if state.ready and not state.reasons:
                     self._gateway_lines = [
                         *describe_data_dir(gateway, state.body.get("batches", {})),
@@ -356,7 +361,12 @@ def gateway_url(gateway: GatewaySpec) -> str:
     """The URL of a gateway as a client on this machine would write it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(gateway.host, gateway.host)
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"http://{host}:{gateway.port}"
+    return f"{'https' if gateway.ssl_certfile else 'http'}://{host}:{gateway.port}"
+
+
+def trust_own_certificate(gateway: GatewaySpec) -> ssl.SSLContext | None:
+    """What trusts the gateway's certificate, whatever name it is asked by; None over plain HTTP."""
+    return None if gateway.ssl_certfile is None else trust_certificate(gateway.ssl_certfile)
 
 
 def ready_box(gateway: GatewaySpec, model: ProbedModel) -> str:

@@ -181,7 +181,7 @@ class ReplanSession:
             say("replan: costs are those of a data sheet; `diptych profile` measures this machine's")
         steering = ReplanDriver(
             Replanner(replan_policy(config, start_s, self._target), self._evaluator, self._journal),
-            GatewayClient(url, gateway.admin_key, gateway.status_key),
+            GatewayClient(url, gateway.admin_key, gateway.status_key, certfile=gateway.ssl_certfile),
             scaler,
             roster,
             act=config.replan_mode == "act",

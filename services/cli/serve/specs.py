@@ -13,6 +13,7 @@ import msgspec
 
 from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
+from diptych.errors import ConfigError
 from diptych.slo import DEFAULT_ATTAINMENT
 from diptych.specs import GPU_DEVICES, VLLM, GatewaySpec, StorageShares, WorkerSpec
 from planner.placement.plan_file import PlanFile
@@ -152,7 +153,27 @@ def _access_settings(config: Config, keyed: bool) -> dict[str, Any]:
         "admin_key": config.admin_key,
         "metrics_keys": metrics_keys(config, keyed),
         "status_keys": status_keys(config, keyed),
+        "ssl_certfile": str(config.ssl_certfile.absolute()) if config.ssl_certfile else None,
+        "ssl_keyfile": str(config.ssl_keyfile.absolute()) if config.ssl_keyfile else None,
+        "root_path": config.root_path or "",
     }
+
+
+def check_certificate(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if the certificate of the settings cannot be used: before anything is started."""
+    config = loaded.config
+    if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
+        given, missing = ("certfile", "keyfile") if config.ssl_certfile else ("keyfile", "certfile")
+        raise ConfigError(
+            f"{loaded.origin_of(f'ssl_{given}')} needs --ssl-{missing}",
+            "HTTPS takes a certificate and its key",
+            f"add --ssl-{missing} FILE, or leave out both",
+        )
+    if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        # Imported only here, since it imports cryptography, which plain HTTP does not need.
+        from services.gateway.tls.certificates import load_certificate
+
+        load_certificate(config.ssl_certfile, config.ssl_keyfile)
 
 
 def _tenant_shares(config: Config) -> StorageShares:

@@ -15,7 +15,7 @@ from diptych.channel.keys import copy_worker_keys, make_client_key, make_keys
 from diptych.config.load import LoadedConfig, collect_api_keys, with_operator_keys
 from diptych.errors import ConfigError, DiptychError
 from services.cli.serve.signals import StopSignals
-from services.cli.serve.specs import gateway_spec, worker_spec
+from services.cli.serve.specs import check_certificate, gateway_spec, worker_spec
 from services.host.child_environment import child_environment
 from services.host.exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from services.host.model_probe import resolve_model
@@ -84,6 +84,7 @@ def run_gateway(loaded: LoadedConfig) -> int:
         assert config.channel and config.keys_dir
         port = claim_port(config.host, config.port, loaded.origin_of("port"))
         keys = collect_api_keys(loaded)
+        check_certificate(loaded)
         spec = gateway_spec(
             config,
             asyncio.run(resolve_model(config, 0)),

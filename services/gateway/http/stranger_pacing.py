@@ -11,8 +11,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-# Seconds between the begins of two requests without an accepted key.
+# Seconds between the begins of two requests without an accepted key, and of two TLS handshakes: each takes up to a
+# millisecond of the event loop, with a key of RSA.
 STRANGER_INTERVAL_S = 0.005
+HANDSHAKE_INTERVAL_S = 0.002
 
 
 class PacedConnection(Protocol):
@@ -22,9 +24,10 @@ class PacedConnection(Protocol):
 
 
 class StrangerPacing:
-    """Requests without an accepted key, which begin `STRANGER_INTERVAL_S` apart. Addresses take turns."""
+    """Requests without an accepted key, which begin `interval_s` apart; or handshakes. Addresses take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = STRANGER_INTERVAL_S) -> None:
+        self._interval_s = interval_s
         # What begins a request, by address and connection.
         self._waiting: dict[str, dict[PacedConnection, Callable[[], None]]] = {}
         # Lets the next request begin. There is none if nobody waits and the last one began long enough ago.
@@ -56,6 +59,6 @@ class StrangerPacing:
                 # The next one of this address comes after those of all others.
                 self._waiting[address] = requests
             if not connection.aborted:
-                self._timer = asyncio.get_running_loop().call_later(STRANGER_INTERVAL_S, self._begin_next)
+                self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._begin_next)
                 begin()
                 return

@@ -9,55 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diptych.errors import ConfigError
 from diptych.keys.named_key import NamedKey
 from services.gateway.keys.named_keys import NamedKeys
-
-# Seconds between two looks at the file. Looking costs a system call; events of the kernel would miss network drives.
-LOOK_S = 0.5
+from services.host.watched_files import LOOK_S, WatchedFiles
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
-    """What tells one state of a file from another: which file it is, and when and how long it was written."""
-
-    device: int
-    inode: int
-    modified_ns: int
-    num_bytes: int
-    # Its mode and owner may be the problem.
-    changed_ns: int
-
-    def is_same_file(self, other: FileStamp | None) -> bool:
-        """Whether it is the same file, perhaps written over."""
-        return other is not None and (self.device, self.inode) == (other.device, other.inode)
-
-
-def stamp_file(path: Path) -> FileStamp | None:
-    """The state of a file now, behind all links; None if it is not there."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return None
-    return FileStamp(state.st_dev, state.st_ino, state.st_mtime_ns, state.st_size, state.st_ctime_ns)
-
-
 class KeyFileWatch:
-    """Keeps `keys` as `path` says. `problem` is what is wrong with the file now; empty if nothing is."""
+    """Keeps `keys` as their file says. `problem` is what is wrong with the file now; empty if nothing is."""
 
-    def __init__(self, path: Path, keys: NamedKeys, stamp: FileStamp | None) -> None:
-        """`stamp` is the state of the file before `keys` were read from it."""
-        self.path, self.keys, self.problem = path, keys, ""
+    def __init__(self, files: WatchedFiles, keys: NamedKeys) -> None:
+        self.keys, self.problem = keys, ""
         self.loaded_s = time.monotonic()
-        self._loaded = self._seen = stamp
+        self._files, [self.path] = files, files.paths
 
     async def run_forever(self) -> None:
         """Look at the file, until cancelled."""
@@ -67,15 +37,8 @@ class KeyFileWatch:
 
     async def look(self) -> None:
         """Accept the keys of the file, if it is another one than before."""
-        stamp = await asyncio.to_thread(stamp_file, self.path)
-        if stamp == self._loaded:
-            self._seen = stamp
+        if not await asyncio.to_thread(self._files.have_changed):
             return
-        before, self._seen = self._seen, stamp
-        if stamp is not None and stamp != before and stamp.is_same_file(before):
-            # It is being written.
-            return
-        self._loaded = stamp
         try:
             entries = await asyncio.to_thread(load_keys, self.path, self.keys.plain_digests)
         except ConfigError as error:
@@ -128,9 +91,8 @@ def load_keys(path: Path, taken: frozenset[bytes]) -> tuple[NamedKey, ...]:
     return read_key_file(path, taken=taken)
 
 
-def open_named_keys(path: str, plain: tuple[str, ...]) -> tuple[NamedKeys, KeyFileWatch]:
-    """The keys of a file beside `plain` ones, and what watches the file. Raises ConfigError if the file is wrong."""
-    file = Path(path)
-    stamp, keys = stamp_file(file), NamedKeys((), plain)
-    keys.replace_keys(load_keys(file, keys.plain_digests))
-    return keys, KeyFileWatch(file, keys, stamp)
+def open_named_keys(path: str, plain: tuple[str, ...]) -> KeyFileWatch:
+    """The keys of a file beside `plain` ones, which are watched. Raises ConfigError if the file is wrong."""
+    files, keys = WatchedFiles(Path(path)), NamedKeys((), plain)
+    keys.replace_keys(load_keys(files.paths[0], keys.plain_digests))
+    return KeyFileWatch(files, keys)

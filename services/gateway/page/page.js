@@ -4,6 +4,9 @@
 const POLL_MS = 1000, SLOWEST_MS = 10000, TIMEOUT_MS = 8000, MAX_LABELLED = 12;
 // An answer that was made for another visitor less than a second ago will do.
 const SHARED = { "cache-control": "max-age=1" };
+// Behind a proxy that strips a prefix the routes are below it, else beside this page.
+const ROOT = document.documentElement.dataset.root;
+const at = (path) => (ROOT ? `${ROOT}/${path}` : path);
 const byId = (id) => document.getElementById(id);
 const body = (id) => byId(id).querySelector(".body");
 const SVG = "http://www.w3.org/2000/svg";
@@ -379,7 +382,7 @@ async function poll() {
   const used = key;
   let again = true;
   try {
-    const answer = await fetch("status", { headers: { ...bearer(used), ...SHARED }, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const answer = await fetch(at("status"), { headers: { ...bearer(used), ...SHARED }, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (answer.ok) {
       showAll(await answer.json());
       delay = POLL_MS;
@@ -426,7 +429,7 @@ async function* readEvents(stream) {
 
 async function servedModel(headers, signal) {
   if (model) return model;
-  const answer = await fetch("v1/models", { headers, cache: "no-store", credentials: "omit", signal });
+  const answer = await fetch(at("v1/models"), { headers, cache: "no-store", credentials: "omit", signal });
   if (!answer.ok) throw new Error(await errorText(answer));
   return (await answer.json()).data[0].id;
 }
@@ -440,7 +443,7 @@ async function ask(signal) {
   const request = { model: await servedModel(headers, signal), stream: true, stream_options: { include_usage: true },
     max_tokens: Number(byId("max-tokens").value) || 128, messages: [{ role: "user", content: byId("prompt").value }] };
   const began = performance.now();
-  const answer = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(request), credentials: "omit", signal });
+  const answer = await fetch(at("v1/chat/completions"), { method: "POST", headers, body: JSON.stringify(request), credentials: "omit", signal });
   if (!answer.ok) throw new Error(await errorText(answer));
   const id = answer.headers.get("x-request-id");
   let first = null, finish = "", tokens = null;

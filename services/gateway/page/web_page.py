@@ -58,8 +58,11 @@ class WebPage:
         return any(tag in ("*", self.headers["etag"]) for tag in tags)
 
 
-def render_page(needs_key: bool) -> WebPage:
-    """The page of a gateway. With `needs_key`, its script waits for a key before it asks for the status."""
+def render_page(needs_key: bool, root_path: str = "") -> WebPage:
+    """The page of a gateway. With `needs_key`, its script waits for a key before it asks for the status.
+
+    `root_path` is what a proxy strips from the paths of requests: without it, the script asks beside the page.
+    """
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in (STYLE, SCRIPT))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
@@ -69,7 +72,7 @@ def render_page(needs_key: bool) -> WebPage:
     )
     body = (
         environment.get_template(TEMPLATE)
-        .render(needs_key=needs_key, sections=SECTIONS, style=style, script=script)
+        .render(needs_key=needs_key, root_path=root_path, sections=SECTIONS, style=style, script=script)
         .encode()
     )
     return WebPage(

@@ -110,6 +110,7 @@ def example(kind: ValueKind) -> str:
         "7",
         "vllm",
         "qwen3",
+        "hermes",
         "cpu",
         "float16",
         "nixl",
@@ -123,6 +124,7 @@ def example(kind: ValueKind) -> str:
         "tcp://x:1",
         "http://x:1/y",
         "0.5",
+        "/llm",
         "a key of 16 chars",
     ):
         try:

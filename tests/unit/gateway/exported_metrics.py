@@ -32,6 +32,7 @@ def exported() -> dict[str, Entry]:
     metrics.registry.register(
         DeploymentCollector("1.0", "toy", lambda: "fp_1", lambda: {"prefill": 1, "decode": 1})
     )
+    metrics.registry.gauge("diptych:certificate_expiry_seconds", "defined with a certificate alone")
     named = {
         own._name: frozenset(own._labelnames)
         for own in (*vars(metrics).values(), *vars(metrics.kv).values(), *vars(metrics.replan).values())

@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-import pytest
-
-from services.gateway.http import stranger_pacing
 from services.gateway.http.stranger_pacing import StrangerPacing
 
 
@@ -31,11 +28,8 @@ async def wait_until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_strangers_begin_one_at_a_time_and_who_has_left_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stranger_pacing, "STRANGER_INTERVAL_S", 60.0)
-    pacing, begun = StrangerPacing(), list[str]()
+async def test_strangers_begin_one_at_a_time_and_who_has_left_does_not() -> None:
+    pacing, begun = StrangerPacing(60.0), list[str]()
     crowd = [begin(pacing, f"a{number}", begun) for number in range(20)]
     await asyncio.sleep(0.01)
     assert begun == ["a0"]
@@ -47,11 +41,8 @@ async def test_strangers_begin_one_at_a_time_and_who_has_left_does_not(
     assert not pacing._waiting
 
 
-async def test_addresses_take_turns_and_the_newest_of_one_begins_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stranger_pacing, "STRANGER_INTERVAL_S", 0.001)
-    pacing, begun = StrangerPacing(), list[str]()
+async def test_addresses_take_turns_and_the_newest_of_one_begins_first() -> None:
+    pacing, begun = StrangerPacing(0.001), list[str]()
     crowd = [begin(pacing, name, begun) for name in ("a1", "a2", "a3", "a4", "a5", "b1", "b2")]
     pacing.forget_connection(crowd[3], "a")
     await wait_until(lambda: not pacing._waiting)

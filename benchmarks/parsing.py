@@ -242,7 +242,8 @@ def measure_made(num_answers: int, seed: int) -> dict[str, float]:
         except ValueError:
             found = ("", "", [])
         right += found == (answer.reasoning, answer.content, answer.calls)
-        markup_shown += any(literal in said["content"] for literal in markup.format.literals)
+        shown = [literal for literal in markup.format.literals if len(literal) > 1]
+        markup_shown += any(literal in said["content"] for literal in shown)
     return {
         "answers": num_answers,
         "stream_equal": equal / num_answers,
@@ -258,8 +259,9 @@ def load_vocabulary(family: Family) -> tuple[GatewayTokenizer, AnswerMarkup, Ans
     tokenizer = GatewayTokenizer.load(str(ROOT / "models" / "tiny"))
     answer_format = choose_format("", family.tool_parser, family.reasoning_parser)
     assert answer_format is not None
-    tokenizer.backend.add_special_tokens(list(answer_format.literals))
-    markup = AnswerMarkup(answer_format, tokenizer.backend.token_to_id)
+    tokenizer.backend.add_special_tokens([literal for literal in answer_format.literals if len(literal) > 1])
+    added = {one.content: token for token, one in tokenizer.backend.get_added_tokens_decoder().items()}
+    markup = AnswerMarkup(answer_format, added.get)
     return tokenizer, markup, AnswerMarkup(answer_format, lambda literal: None)
 
 

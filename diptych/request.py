@@ -34,7 +34,7 @@ class GrammarGate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Structured output: `kind` is "json_object", "json_schema", "regex" or "lark"; `text` is the grammar's source.
+    """Structured output: `kind` is "json_object", "json_schema", "regex", "lark" or "tools"; `text` is its source.
 
     Without a `gate` it binds the whole answer.
     """

@@ -26,9 +26,17 @@ END_OF_TEXT, SYSTEM, USER, ASSISTANT, TOOL, END, PAD = (
 # These tokens have ids 0 to 6.
 SPECIAL = [END_OF_TEXT, SYSTEM, USER, ASSISTANT, TOOL, END, PAD]
 
-# A developer message is treated as a system message. Text parts are joined; any other part is refused.
+# A developer message is treated as a system message. Text parts are joined; any other part is refused. Tools are listed
+# in a system message of their own; within an answer `<|tool|>` begins a call.
 CHAT_TEMPLATE = """\
 {{- '<|endoftext|>' -}}
+{%- if tools -%}
+    {{- '<|system|>\\n' -}}
+    {%- for tool in tools -%}
+        {{- tool.function | tojson ~ '\\n' -}}
+    {%- endfor -%}
+    {{- '<|end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- set role = 'system' if message.role == 'developer' else message.role -%}
     {%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
@@ -47,7 +55,7 @@ CHAT_TEMPLATE = """\
     {%- endif -%}
     {%- for call in message.tool_calls or [] -%}
         {%- set arguments = call.function.arguments -%}
-        {{- '\\n' ~ call.function.name ~ '(' -}}
+        {{- '<|tool|>' ~ call.function.name ~ '(' -}}
         {{- (arguments if arguments is string else arguments | tojson) ~ ')' -}}
     {%- endfor -%}
     {{- '<|end|>\\n' -}}

@@ -22,10 +22,17 @@ from llguidance import LLMatcher, LLTokenizer
 
 from diptych.errors import GrammarError
 from diptych.request import Grammar
+from engine.sampling.tool_grammar import ToolGrammar, read_tool_grammar, write_lark
 
 # Most bytes of a grammar's source, by kind. A few lines of a Lark grammar can mean much work (rules that double each
 # other), so its limit is the smallest.
-MAX_SOURCE_BYTES = {"json_object": 0, "json_schema": 64 * 1024, "regex": 8 * 1024, "lark": 4 * 1024}
+MAX_SOURCE_BYTES = {
+    "json_object": 0,
+    "json_schema": 64 * 1024,
+    "regex": 8 * 1024,
+    "lark": 4 * 1024,
+    "tools": 512 * 1024,
+}
 # Most choices in a Lark grammar. Parsing ambiguous choices takes time proportional to the square of their number.
 MAX_LARK_CHOICES = 256
 # Most symbols that {m,n} repeats may expand to. llguidance writes out the copies before it begins to count fuel.
@@ -189,6 +196,8 @@ def _llguidance_source(grammar: Grammar) -> str:
         return _json_grammar({"type": "object"})
     if grammar.kind == "json_schema":
         return _json_grammar(_parse_schema(text))
+    if grammar.kind == "tools":
+        return _tools_source(read_tool_grammar(text))
     if grammar.kind == "regex":
         _check_copies(_expanded_size(text))
         return str(LLMatcher.grammar_from_regex(text))
@@ -197,6 +206,13 @@ def _llguidance_source(grammar: Grammar) -> str:
     # A rule may repeat a rule that repeats a third one, so all counts are multiplied.
     _check_copies(math.prod(max(1, int(low[:9]), int(high[:9] or 0)) for low, high in _COUNTED.findall(text)))
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def _tools_source(tool_grammar: ToolGrammar) -> str:
+    """The source of a grammar of calls. Raises GrammarError."""
+    schemas = [tool.schema for tool in tool_grammar.tools]
+    _check_copies(sum(_expanded_size(string) for schema in schemas for string in _schema_strings(schema)))
+    return str(LLMatcher.grammar_from_lark(write_lark(tool_grammar, WHITESPACE)))
 
 
 def _parse_schema(text: str) -> dict[str, Any]:

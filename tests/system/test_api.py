@@ -18,6 +18,7 @@ LENGTH = 67  # tokens of the script with its end token
 
 
 # ---- whole answers
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def test_a_chat_answer_is_whole(client: openai.OpenAI) -> None:
@@ -279,7 +280,7 @@ def test_a_late_failure_of_a_whole_answer_is_an_http_error(http: httpx.Client) -
             "repetition_penalty",
         ),
         ({"model": "toy", "messages": HI, "priority": 99}, "invalid_value", "priority"),
-        ({"model": "toy", "messages": HI, "tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"model": "toy", "messages": HI, "tools": [TOOL]}, "unsupported_parameter", "tools"),
         ({"model": "toy", "messages": HI, "frobnicate": 1}, "unrecognized_request_argument", "frobnicate"),
         ({"model": "toy", "messages": HI, "max_tokens": CONTEXT}, "context_length_exceeded", "max_tokens"),
         ({"model": "toy", "messages": HI * 500}, "context_length_exceeded", "messages"),

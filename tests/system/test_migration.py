@@ -29,6 +29,21 @@ BEGUN = 3  # pieces: a stream that is killed at its first was not yet decoding, 
 LOGPROB_ERROR = 2e-3  # KV that was read again is summed up in another order
 MANY_BYTES = {"type": "string", "pattern": "^[😀🎉é漢字]{80}$"}
 HEX = {"type": "string", "pattern": "^([a-f0-9]{4}-){60}[a-f0-9]{4}$"}
+# Its arguments are long, so that workers die amid them.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write",
+            "parameters": {
+                "type": "object",
+                "properties": {"code": HEX},
+                "required": ["code"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
 LIST = {
     "type": "object",
     "properties": {"names": {"type": "array", "minItems": 40, "items": {"type": "string", "maxLength": 6}}},
@@ -68,6 +83,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "chat": chat(),
     "chat with logprobs": chat(**WARM, logprobs=True, top_logprobs=2),
     "chat with json_object": chat(**WARM, response_format={"type": "json_object"}, ignore_eos=False),
+    # The bias makes calls begin amid the text of some answers.
+    "a call": chat(**WARM, tools=TOOLS, tool_choice="required", ignore_eos=False, logprobs=True),
+    "calls in auto": chat(**WARM, tools=TOOLS, logit_bias={"4": 7.0}, min_tokens=TOKENS - 5, logprobs=True),
+    "whole call": chat(**WARM, tools=TOOLS, tool_choice="required", ignore_eos=False, stream=False),
     "whole": long(**WARM, stream=False, user="whole"),
     "whole chat": chat(stream=False, frequency_penalty=0.3),
     # Answers of many lengths, so that some have one token left, and some end with the stop string that is being cut.
@@ -89,6 +108,10 @@ class Choice:
         """Take in a choice of an answer, or of an event."""
         content = answer.get("message") or answer.get("delta") or {}
         self.text += (answer.get("text") or "") + (content.get("content") or "")
+        for call in content.get("tool_calls") or []:
+            # Ids differ from request to request.
+            self.text += f"[{call['function'].get('name', '')}]" * ("id" in call)
+            self.text += call["function"]["arguments"]
         self.finish = answer.get("finish_reason") or self.finish
         if (logprobs := answer.get("logprobs")) is not None:
             entries = logprobs.get("content") or []

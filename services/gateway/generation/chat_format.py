@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, Raw
 
+from services.gateway.generation.chat_parts import make_call_id, make_delta, make_message
 from services.gateway.generation.formats import (
     MAX_WRITTEN_TOKENS,
     ResponseHead,
@@ -22,12 +23,10 @@ from services.gateway.openai.schemas.response_schema import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatMessage,
     Delta,
     DetailsField,
     Usage,
 )
-from services.gateway.parsing.answer_parts import AnswerPart
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class ChatFormat:
 
     def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> ChatChunk:
         """A chunk with what is new of one choice, and its log-probabilities if they were asked for."""
-        delta = make_delta(piece.parts[0]) if piece.parts else Delta(content=piece.text)
-        text = piece.parts[0].text if piece.parts else piece.text
+        delta, text = Delta(content=piece.text), piece.text
+        for part in piece.parts:
+            delta, text = make_delta(part, self._call_id(choice, part.call)), part.text
         return self._make_chunk(ChatChunkChoice(choice, delta, self._logprobs_json(piece)), text, used)
 
     def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> ChatChunk:
@@ -82,7 +82,9 @@ class ChatFormat:
     def _choice_parts(self, index: int, text: OutputText) -> Iterator[bytes]:
         """The JSON of one choice, in parts: its text, and then its log-probabilities."""
         piece = text.take_piece()
-        choice = ChatChoice(index, make_message(piece), text.finish or "stop")
+        choice = ChatChoice(
+            index, make_message(piece, lambda call: self._call_id(index, call)), text.finish or "stop"
+        )
         before, after = split_at_field(choice, b"logprobs", b"null")
         yield b"," * (index > 0) + before
         if self.resolved.logprobs is None:
@@ -97,6 +99,11 @@ class ChatFormat:
                 + self.logprob_json.chat_entries(part.iter_rows(), self.resolved.logprobs).encode()
             )
         yield b'],"refusal":null}' + after
+
+    def _call_id(self, choice: int, call: int) -> str:
+        """The id of a call in a choice."""
+        is_short = self.resolved.context is not None and self.resolved.context.short_ids
+        return make_call_id(f"{self.head.id} {choice} {call}", is_short)
 
     def _make_chunk(self, choice: ChatChunkChoice, text: str, used: UsageField) -> ChatChunk:
         """A chunk with one choice; `text` is the text in it, whose length the padding hides."""
@@ -117,16 +124,3 @@ class ChatFormat:
             return None
         content = self.logprob_json.chat_entries(piece.iter_rows(), self.resolved.logprobs)
         return Raw(f'{{"content":[{content}],"refusal":null}}'.encode())
-
-
-def make_delta(part: AnswerPart) -> Delta:
-    """What a chunk tells of a part of an answer."""
-    if part.kind == "reasoning":
-        return Delta(reasoning=part.text, reasoning_content=part.text)
-    return Delta(content=part.text)
-
-
-def make_message(piece: OutputPiece) -> ChatMessage:
-    """The message of a whole answer."""
-    thought = "".join(part.text for part in piece.parts if part.kind == "reasoning") or UNSET
-    return ChatMessage(piece.text, reasoning=thought, reasoning_content=thought)

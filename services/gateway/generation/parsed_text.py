@@ -29,6 +29,8 @@ class ParsedText(OutputText):
         self._reader = AnswerReader(answer_markup, context.prefix, context.tools)
         self._mark_of, self._tokenizer = answer_markup.mark_of, tokenizer
         self._parts: list[AnswerPart] = []
+        # Whether the answer ends before a second call.
+        self._one_call = context.one_call
 
     def take_piece(self) -> OutputPiece:
         """Remove and return everything that waits."""
@@ -66,6 +68,10 @@ class ParsedText(OutputText):
 
     def _take_parts(self) -> None:
         for part in self._reader.take_parts():
+            if self._one_call and part.call > 0:
+                # The answer ends before it, as before a stop string.
+                self._stops.hit = ""
+                continue
             self._chars += len(part.text)
             last = self._parts[-1] if self._parts else None
             if last is not None and last.kind == part.kind and part.kind != "call":

@@ -17,7 +17,15 @@ def parse_chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
     Raises:
         RequestError: a part or a field is not supported, or a field that the role needs is missing.
     """
-    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    called: set[str] = set()
+    parsed = []
+    for i, message in enumerate(messages):
+        parsed.append(_parse_message(message, f"messages[{i}]"))
+        called.update(str(call.get("id")) for call in message.tool_calls or ())
+        if message.role == "tool" and message.tool_call_id not in called:
+            problem = "is the id of no call in 'tool_calls' of an earlier message"
+            raise invalid_value_error(f"messages[{i}].tool_call_id", problem)
+    return parsed
 
 
 def _parse_message(message: Message, where: str) -> dict[str, Any]:

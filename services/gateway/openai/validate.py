@@ -93,13 +93,10 @@ def check_chat_fields(request: ChatRequest, rules: RequestRules) -> None:
         raise unsupported_error("store", "cannot be true: nothing is stored here")
     if request.modalities is not None and request.modalities != ["text"]:
         raise unsupported_error("modalities", "other than text are not supported")
-    for field, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        if getattr(request, choice) not in (None, "none", "auto"):
-            raise unsupported_error(choice, "other than 'none' is not supported")
-        if getattr(request, field) and getattr(request, choice) != "none":
-            raise unsupported_error(
-                field, f"are not supported yet; send '{choice}': \"none\" to have them ignored"
-            )
+    if request.function_call not in (None, "none", "auto"):
+        raise unsupported_error("function_call", "other than 'none' is not supported; send 'tool_choice'")
+    if request.functions and request.function_call != "none":
+        raise unsupported_error("functions", "are not supported; send 'tools'")
     if request.continue_final_message and (
         request.add_generation_prompt or request.messages[-1].role != "assistant"
     ):
@@ -173,18 +170,24 @@ def build_grammar(response_format: ResponseFormat | None, limits: RequestLimits)
     if response_format.json_schema is None:
         raise missing_parameter_error("response_format.json_schema")
     schema = {} if response_format.json_schema.schema is None else response_format.json_schema.schema
-    text = msgspec.json.encode(schema)
-    where = "response_format.json_schema.schema"
-    if len(text) > limits.max_schema_bytes:
-        raise _schema_error(where, f"is larger than {limits.max_schema_bytes} bytes")
-    if json_depth(text) > limits.max_schema_depth:
-        raise _schema_error(where, f"is nested deeper than {limits.max_schema_depth} levels")
-    if any(len(pattern) > limits.max_pattern_chars for pattern in _schema_patterns(schema)):
-        raise _schema_error(where, f"has a pattern of more than {limits.max_pattern_chars} characters")
+    text = check_schema(schema, "response_format.json_schema.schema", limits)
     return Grammar(kind="json_schema", text=text.decode())
 
 
-def _schema_error(where: str, problem: str) -> RequestError:
+def check_schema(schema: dict[str, Any], where: str, limits: RequestLimits) -> bytes:
+    """The JSON of a schema in the field `where`. Raises RequestError if it is beyond its bounds."""
+    text = msgspec.json.encode(schema)
+    if len(text) > limits.max_schema_bytes:
+        raise schema_error(where, f"is larger than {limits.max_schema_bytes} bytes")
+    if json_depth(text) > limits.max_schema_depth:
+        raise schema_error(where, f"is nested deeper than {limits.max_schema_depth} levels")
+    if any(len(pattern) > limits.max_pattern_chars for pattern in _schema_patterns(schema)):
+        raise schema_error(where, f"has a pattern of more than {limits.max_pattern_chars} characters")
+    return text
+
+
+def schema_error(where: str, problem: str) -> RequestError:
+    """The error of a request with an invalid schema in the field `where`; `problem` completes the sentence."""
     return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, f"'{where}' {problem}", where))
 
 

@@ -35,6 +35,8 @@ class CallRegion(Region):
     options: Mapping[str, Any] = field(default_factory=dict)
     wraps: tuple[str, ...] = ()
     bare: bool = False
+    # The name of how a grammar writes them (`call_writing`); empty: none does.
+    writing: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def load_format(template: Mapping[str, Any]) -> AnswerFormat:
             calls.get("content_args", {}),
             _as_tuple(calls.get("wrap", ())),
             calls.get("bare", False),
+            calls.get("writing", ""),
         ),
         _as_tuple(template.get("start_anchor", ())),
         template.get("channels", False),

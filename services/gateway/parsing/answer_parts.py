@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,20 +25,24 @@ class AnswerContext:
     """What a reader needs to know of a request.
 
     `prefix` is what its prompt has written of the answer, `tools` its tools with the types of their parameters. None:
-    it has none, and what looks like a call is text.
+    it has none, and what looks like a call is text. With `one_call` nothing is read behind the first one. `short_ids`:
+    see `AnswerFormat`.
     """
 
     prefix: str = ""
     tools: dict[str, dict[str, tuple[str, ...]]] | None = None
+    one_call: bool = False
+    short_ids: bool = False
 
 
 @dataclass(slots=True)
 class PartList:
-    """Collects parts, without the whitespace beside markup.
+    """Collects parts of marked text, without the whitespace beside markup. `unmark` gives the text of marked text.
 
     Whitespace at the end of content or of a thought waits until more of it follows.
     """
 
+    unmark: Callable[[str], str]
     parts: list[AnswerPart] = field(default_factory=list)
     num_calls: int = 0
     has_content: bool = False
@@ -119,7 +123,7 @@ class PartList:
         if not text:
             return
         call = self.num_calls - 1 if kind == "arguments" else self.num_calls if kind == "call" else -1
-        last = self.parts[-1] if self.parts else None
+        text, last = self.unmark(text), self.parts[-1] if self.parts else None
         if last is not None and last.kind == kind and kind != "call":
             last.text += text
         else:

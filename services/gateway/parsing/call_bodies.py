@@ -115,6 +115,8 @@ def _read_string(source: CallSource) -> Reading[str]:
     """One JSON string. Raises NotACall."""
     try:
         value = json.loads((yield from _read_raw(source)))
+        # A JSON string may name half a character, which no text can have.
+        str(value).encode()
     except ValueError as error:
         raise NotACall from error
     if not isinstance(value, str):

@@ -75,7 +75,7 @@ def _read_message(state: ReadingState, header: str, ends: LiteralSet) -> Reading
     parts.end_markup()
     while piece := (yield from cursor.read_piece(ends)):
         if is_call:
-            parts.add_arguments(unmark(piece))
+            parts.add_arguments(piece)
         else:
             state.add_text(piece, is_thought)
     if is_call:

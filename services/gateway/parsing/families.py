@@ -113,7 +113,7 @@ _CALL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<tool_call>",), "hermes"),
     (("<|start_header_id|>", "parameters"), "llama3_json"),
-    (("<|tool|>", "tool_calls", "'('"), "tiny"),
+    (("'<|tool|>' ~ call.function.name",), "tiny"),
 )
 _REASONING_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai_gptoss"),
@@ -145,7 +145,7 @@ def choose_format(
     has_channels = calls == "openai" or reasoning == "openai_gptoss"
     fields: dict[str, Any] = {}
     if calls in TOOL_CALLS:
-        fields["tool_calls"] = TOOL_CALLS[calls]
+        fields["tool_calls"] = TOOL_CALLS[calls] | {"writing": calls}
     if reasoning in REASONING:
         fields["reasoning"] = REASONING[reasoning]
     if not fields:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from diptych.request import GrammarGate, ThoughtBudget
+from engine.sampling.tool_grammar import CallSyntax
 from services.gateway.parsing.answer_format import CHANNEL, MESSAGE, AnswerFormat
 from services.gateway.parsing.answer_markup import AnswerMarkup
+from services.gateway.parsing.call_writing import choose_syntax
 from services.gateway.parsing.families import choose_format
 from services.gateway.parsing.own_template import convert_template
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
@@ -67,6 +69,17 @@ class ModelMarkup:
             own = found.reasoning.closes if found.reasoning else ()
         ends = [self._token_of(literal) for literal in (*own, *(found.calls.opens if found.calls else ()))]
         return tuple(end for end in ends if end is not None) if ends and ends[0] is not None else ()
+
+    @cached_property
+    def call_syntax(self) -> CallSyntax | None:
+        """How calls are written, for a grammar; None: none is known."""
+        return choose_syntax(self.calls)
+
+    @cached_property
+    def call_opener(self) -> int | None:
+        """The token that begins a call; None: calls do not begin with one that nothing else begins with."""
+        calls = self.calls.format.calls
+        return self._token_of(calls.opens[0]) if calls is not None and calls.opens else None
 
     def limit_thought(self, tokens: int, is_open: bool) -> ThoughtBudget:
         """The budget of an answer whose prompt has begun a thought, or not. It must have `thought_ends`."""

@@ -21,12 +21,14 @@ class ReadingState:
     thinking: bool = False
     takes_content: bool = True
     cursor: TextCursor = field(default_factory=TextCursor)
-    parts: PartList = field(default_factory=PartList)
+    parts: PartList = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = PartList(self.markup.markers.unmark_text)
 
     def add_text(self, text: str, in_thought: bool = False) -> None:
         """Add marked text that is no markup here."""
-        shown = self.markup.markers.unmark_text(text)
         if in_thought:
-            self.parts.add_thought(shown)
+            self.parts.add_thought(text)
         else:
-            self.parts.add_content(shown)
+            self.parts.add_content(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from services.gateway.parsing.call_bodies import MAX_HEAD, CallSource
@@ -18,6 +19,7 @@ from services.gateway.parsing.text_cursor import LiteralSet, NotACall, Reading
 
 # Most characters between two delimiters of Gemma's form: a number, a name, or text that should have been quoted.
 MAX_BARE = 1 << 16
+LONE = re.compile("[\ud800-\udfff]")
 
 
 def read_tagged_calls(source: CallSource) -> Reading[None]:
@@ -69,7 +71,7 @@ def _read_parameter(source: CallSource, tool: str) -> Reading[None]:
         yield from cursor.skip_space()
         if not (yield from cursor.skip_literal(value_open)):
             raise NotACall
-    parts.add_arguments(json.dumps(key.strip(), ensure_ascii=False) + ": ")
+    parts.add_arguments(write_json(parts.unmark(key.strip())) + ": ")
     is_text, trim, held = types == ("string",), options.get("trim", ""), ""
     if is_text:
         parts.add_arguments('"')
@@ -77,11 +79,11 @@ def _read_parameter(source: CallSource, tool: str) -> Reading[None]:
         yield from cursor.skip_literal(trim)
     ends = LiteralSet([value_close, *(mark for mark in source.marks.literals if mark != value_close)])
     while piece := (yield from cursor.read_piece(ends)):
-        held += piece
+        held += parts.unmark(piece)
         if is_text:
             # A line break at the end belongs to the tag.
             most = len(held) - (len(trim) if trim and held.endswith(trim) else 0)
-            parts.add_arguments(json.dumps(held[:most], ensure_ascii=False)[1:-1])
+            parts.add_arguments(write_json(held[:most])[1:-1])
             held = held[most:]
     is_closed = yield from cursor.skip_literal(value_close)
     if is_text:
@@ -111,8 +113,14 @@ def write_value(raw: str, types: tuple[str, ...]) -> str:
         if name == "string":
             break
         if fits.get(name):
-            return json.dumps(int(value) if name == "integer" else value, ensure_ascii=False)
-    return json.dumps(raw, ensure_ascii=False)
+            return write_json(int(value) if name == "integer" else value)
+    return write_json(raw)
+
+
+def write_json(value: Any) -> str:
+    """A value as JSON. Half characters, which a JSON text may name and no text can have, stay escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if LONE.search(text) else text
 
 
 def read_gemma_call(source: CallSource) -> Reading[None]:
@@ -131,13 +139,13 @@ def read_gemma_call(source: CallSource) -> Reading[None]:
     depth = 1
     while depth:
         word, found = yield from cursor.read_until(delimiters, MAX_BARE)
-        word = word.strip()
+        word = parts.unmark(word.strip())
         if word:
             parts.add_arguments(_write_word(word, is_key=found == ":"))
         if found == quote:
             parts.add_arguments('"')
             while piece := (yield from cursor.read_piece(quotes)):
-                parts.add_arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+                parts.add_arguments(write_json(parts.unmark(piece))[1:-1])
             if not (yield from cursor.skip_literal(quote)):
                 raise NotACall
             parts.add_arguments('"')
@@ -157,4 +165,4 @@ def _write_word(word: str, is_key: bool) -> str:
             return word
     except (ValueError, RecursionError):
         pass
-    return json.dumps(word, ensure_ascii=False) if is_key else write_value(word, ())
+    return write_json(word) if is_key else write_value(word, ())

@@ -8,7 +8,7 @@ Each step is done once. The client decides how long they take; `preparer_pool` d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -40,7 +40,9 @@ from services.gateway.openai.thoughts import (
     check_thought_budget,
     choose_template_options,
     gate_behind_thought,
+    is_thinking,
 )
+from services.gateway.openai.tools import TOOLS, ToolPlan, build_tool_grammar, gate_calls, plan_tools
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -69,6 +71,8 @@ class Conversation:
     # Whether the last message is left open, to be continued.
     resume: bool
     options: dict[str, Any] | None
+    # What the model may call, in the form of OpenAI's API.
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class ValidBody:
     sources: list[str | list[int] | Conversation]
     special: bool = False
     grammar: Grammar | None = None
+    plan: ToolPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def resolve_body(
     fields = parse_body(body, steps.schema, rules.limits.max_depth)
     valid = steps.validate(fields, caller, rules)
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
-        raise grammar_error(why)
+        raise grammar_error(why, TOOLS if valid.plan is not None else GRAMMAR_FIELD)
     prompts = [_tokenize_source(source, valid.special, rules) for source in valid.sources]
     resolved = steps.resolve(fields, valid, prompts, caller, rules)
     if rules.prefix_caching and isinstance(resolved, ResolvedRequest):
@@ -116,10 +121,10 @@ def resolve_body(
     return resolved
 
 
-def grammar_error(why: str) -> RequestError:
+def grammar_error(why: str, field: str = GRAMMAR_FIELD) -> RequestError:
     """The error for a client whose grammar cannot be served; `why` completes the sentence."""
-    problem = f"'{GRAMMAR_FIELD}' cannot be served: {why}"
-    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, GRAMMAR_FIELD))
+    problem = f"'{field}' cannot be served: {why}"
+    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, field))
 
 
 def _tokenize_source(source: str | list[int] | Conversation, special: bool, rules: RequestRules) -> Prompt:
@@ -135,7 +140,11 @@ def _tokenize_source(source: str | list[int] | Conversation, special: bool, rule
 
 def _render_conversation(conversation: Conversation, rules: RequestRules) -> str:
     return rules.tokenizer.render_conversation(
-        conversation.messages, conversation.generate, conversation.resume, conversation.options
+        conversation.messages,
+        conversation.generate,
+        conversation.resume,
+        conversation.options,
+        conversation.tools,
     )
 
 
@@ -144,12 +153,14 @@ def _validate_chat(request: ChatRequest, caller: Caller, rules: RequestRules) ->
     check_chat_fields(request, rules)
     check_thought_budget(request, rules)
     grammar = build_grammar(request.response_format, rules.limits)
+    plan = plan_tools(request, rules)
+    if plan is not None and rules.markup is not None:
+        grammar = build_tool_grammar(plan, request.response_format, rules.markup)
     options = choose_template_options(request, rules)
-    return ValidBody(
-        [_validate_conversation(request, request.messages, options)],
-        bool(request.add_special_tokens),
-        grammar,
-    )
+    conversation = _validate_conversation(request, request.messages, options)
+    if plan is not None:
+        conversation = replace(conversation, tools=plan.template_tools())
+    return ValidBody([conversation], bool(request.add_special_tokens), grammar, plan)
 
 
 def _validate_conversation(
@@ -168,19 +179,29 @@ def _resolve_chat(
     system_tokens = (
         _count_system_tokens(source, prompt, valid.special, rules) if _may_evict(request, rules) else 0
     )
-    context = _find_context(prompt, rules)
+    context = _find_context(prompt, valid.plan, rules)
     grammar = valid.grammar
     if grammar is not None and context is not None:
-        grammar = gate_behind_thought(grammar, context.prefix, rules)
+        grammar = _gate_grammar(grammar, valid.plan, context.prefix, rules)
     plain = Prompt(prompt.ids)
     return resolve_chat(request, plain, grammar, rules, caller.tenant, system_tokens, context)
 
 
-def _find_context(prompt: Prompt, rules: RequestRules) -> AnswerContext | None:
+def _find_context(prompt: Prompt, plan: ToolPlan | None, rules: RequestRules) -> AnswerContext | None:
     """What a reader of the answer needs to know; None: the answer is plain text."""
-    if rules.markup is None or not rules.markup.thinks:
+    if rules.markup is None or not (rules.markup.thinks or plan):
         return None
-    return AnswerContext(rules.markup.plain.find_prefix(prompt.text or ""))
+    prefix = rules.markup.plain.find_prefix(prompt.text or "")
+    if plan is None:
+        return AnswerContext(prefix)
+    return AnswerContext(prefix, plan.types, not plan.many, rules.markup.calls.format.short_ids)
+
+
+def _gate_grammar(grammar: Grammar, plan: ToolPlan | None, prefix: str, rules: RequestRules) -> Grammar:
+    """The grammar with where in the answer it binds."""
+    if plan is None or rules.markup is None:
+        return gate_behind_thought(grammar, prefix, rules)
+    return gate_calls(plan, grammar, prefix, is_thinking(prefix, rules), rules.markup)
 
 
 def _may_evict(request: ChatRequest, rules: RequestRules) -> bool:

@@ -51,6 +51,7 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         reads = meta.find_undeclared_variables(environment.parse(source))
         # Variables that clients may set.
+        self.shows_tools = "tools" in reads
         self.options = frozenset(reads - RESERVED_VARIABLES - special.keys() - environment.globals.keys())
         self._shapes: dict[tuple[object, ...], int | None] = {}
 
@@ -60,6 +61,7 @@ class ChatTemplate:
         generate: bool = True,
         resume: bool = False,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -68,6 +70,7 @@ class ChatTemplate:
             generate: add the head of the answer.
             resume: leave the last message open, so that the model continues it.
             options: values for variables of the template, such as `enable_thinking`.
+            tools: what the model may call, in the form of OpenAI's API.
 
         Raises:
             RequestError: 400, the template refuses these messages or options, or fails on them.
@@ -88,16 +91,21 @@ class ChatTemplate:
         errors: list[RequestError] = []
         for choice in choices:
             try:
-                return self._render_all(choice, generate, resume, options)
+                return self._render_all(choice, generate, resume, options, tools)
             except RequestError as error:
                 errors.append(error)
         raise errors[0]
 
     def _render_all(
-        self, messages: list[dict[str, Any]], generate: bool, resume: bool, options: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        generate: bool,
+        resume: bool,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """The prompt, which shows the content of every message. Raises RequestError if the template cannot do that."""
-        index = self._first_omitted_message(messages, options)
+        """The prompt, which shows every message, call and tool. Raises RequestError if the template cannot do that."""
+        index = self._first_omitted_message(messages, options, tools)
         if index is not None:
             role = messages[index].get("role")
             raise _template_error(
@@ -106,8 +114,12 @@ class ChatTemplate:
             )
         try:
             if resume:
-                return self._render_unclosed(messages, options)
-            return self._render(messages, generate, options)
+                text = self._render_unclosed(messages, options, tools)
+            else:
+                text = self._render(messages, generate, options, tools)
+            # What follows an open message's content is not rendered.
+            _check_names(text, messages[:-1] if resume else messages, tools)
+            return text
         except RequestError:
             raise
         except TemplateError as error:
@@ -118,7 +130,10 @@ class ChatTemplate:
             raise _template_error("the chat template cannot render these messages") from error
 
     def _first_omitted_message(
-        self, messages: list[dict[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> int | None:
         """Index of the first message whose content the template never shows; None if it shows all.
 
@@ -126,7 +141,7 @@ class ChatTemplate:
         cut contents, such as the reasoning in earlier answers. So the conversation is rendered with marks in place of
         contents. Messages with tool calls are not tested, since some templates show only the calls.
         """
-        shape = None if options else _conversation_shape(messages)
+        shape = None if options or tools else _conversation_shape(messages)
         if shape is not None and shape in self._shapes:
             return self._shapes[shape]
         marked = [
@@ -134,7 +149,7 @@ class ChatTemplate:
             for i, message in enumerate(messages)
         ]
         try:
-            text = self._render(marked, False, options)
+            text = self._render(marked, False, options, tools)
         except Exception:
             # If there is a problem, rendering the real messages will report it.
             return None
@@ -147,12 +162,28 @@ class ChatTemplate:
             self._shapes[shape] = index
         return index
 
-    def _render(self, messages: list[dict[str, Any]], generate: bool, options: Mapping[str, Any]) -> str:
-        """Render the template with these messages and options."""
-        fixed = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": generate}
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        generate: bool,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        """Render the template with these messages, options and tools."""
+        fixed = {
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": generate,
+        }
         return self._template.render({**self._special, **options, **fixed})
 
-    def _render_unclosed(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    def _render_unclosed(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         """The prompt up to the end of the last message's content."""
         content = messages[-1].get("content")
         if not isinstance(content, str):
@@ -162,7 +193,7 @@ class ChatTemplate:
         if "content" not in self.source:
             raise _template_error("the chat template shows no message's content, so none can be continued")
         text = self._render(
-            [*messages[:-1], messages[-1] | {"content": content + FINAL_MESSAGE_MARK}], False, options
+            [*messages[:-1], messages[-1] | {"content": content + FINAL_MESSAGE_MARK}], False, options, tools
         )
         end = text.rfind(FINAL_MESSAGE_MARK.strip())
         if end < 0 or content.strip() not in text:
@@ -254,6 +285,20 @@ def _template_message(message: TemplateMessage) -> dict[str, Any]:
     if reasoning is not None:
         shown = {"thinking": reasoning, **shown, "reasoning_content": reasoning}
     return shown
+
+
+def _check_names(
+    text: str, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Raise RequestError unless the prompt shows the names of all tools and of all that were called."""
+    for i, tool in enumerate(tools or ()):
+        if tool["function"]["name"] not in text:
+            raise _template_error("this model's chat template does not show every tool", f"tools[{i}]")
+    for i, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            if call["function"]["name"] not in text:
+                problem = "this model's chat template cannot show calls of tools"
+                raise _template_error(problem, f"messages[{i}].tool_calls")
 
 
 def _has_content(message: TemplateMessage) -> bool:

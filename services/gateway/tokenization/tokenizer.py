@@ -183,6 +183,7 @@ class GatewayTokenizer:
         generate: bool,
         resume: bool,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render_conversation`.
 
@@ -192,7 +193,7 @@ class GatewayTokenizer:
         if self.template is None:
             problem = "this model has no chat template; use /v1/completions"
             raise RequestError(RequestFailure(FailureReason.UNSUPPORTED_PARAMETER, problem, "messages"))
-        return self.template.render_conversation(messages, generate, resume, options)
+        return self.template.render_conversation(messages, generate, resume, options, tools)
 
 
 class _TokenBytes:

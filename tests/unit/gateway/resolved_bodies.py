@@ -12,6 +12,7 @@ from services.gateway.openai.schemas.request_schema import (
     CompletionRequest,
 )
 from services.gateway.openai.thoughts import check_thought_budget, choose_template_options
+from services.gateway.openai.tools import plan_tools
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -25,6 +26,7 @@ USER_MESSAGE = {"role": "user", "content": "hi"}
 def chat(rules: RequestRules, prompt_tokens: int = 10, **fields: Any) -> ResolvedRequest:
     body = msgspec.convert({"model": "toy", "messages": [USER_MESSAGE], **fields}, ChatRequest)
     check_chat_fields(body, rules)
+    plan_tools(body, rules)
     choose_template_options(body, rules)
     check_thought_budget(body, rules)
     grammar = build_grammar(body.response_format, rules.limits)

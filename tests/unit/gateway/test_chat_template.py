@@ -55,6 +55,9 @@ def test_prompts_are_those_of_transformers(
     if left_out:
         assert expected is None or left_out[0] not in expected
         expected = None
+    if mode != "open" and expected is not None and "look_up" not in expected:
+        # A template that drops calls is refused.
+        expected = expected if not any(message.get("tool_calls") for message in messages) else None
     messages = CONVERSATIONS[conversation]
     if expected is None:
         with pytest.raises(RequestError) as caught:

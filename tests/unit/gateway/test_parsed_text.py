@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from diptych.request import SamplingParams
-from services.gateway.generation.chat_format import make_delta, make_message
+from services.gateway.generation.chat_parts import make_delta, make_message
 from services.gateway.generation.output_text import OutputPiece
 from services.gateway.generation.scored_tokens import ScoredTokens
 from services.gateway.openai.resolve import ResolvedRequest, make_prompt
@@ -91,14 +91,14 @@ def test_pieces_are_split_into_one_part_each() -> None:
 
 
 def test_messages_and_deltas_name_thoughts_twice() -> None:
-    delta = msgspec.json.decode(msgspec.json.encode(make_delta(AnswerPart("reasoning", "a"))))
+    delta = msgspec.json.decode(msgspec.json.encode(make_delta(AnswerPart("reasoning", "a"), "")))
     assert delta == {"reasoning": "a", "reasoning_content": "a"}
     piece = OutputPiece(
         "b", ScoredTokens(0), parts=[AnswerPart("reasoning", "a"), AnswerPart("content", "b")]
     )
-    message = msgspec.json.decode(msgspec.json.encode(make_message(piece)))
+    message = msgspec.json.decode(msgspec.json.encode(make_message(piece, str)))
     assert message == {
         "content": "b", "role": "assistant", "refusal": None, "reasoning": "a", "reasoning_content": "a",
     }  # fmt: skip
-    plain = msgspec.json.decode(msgspec.json.encode(make_message(OutputPiece("b", ScoredTokens(0)))))
+    plain = msgspec.json.decode(msgspec.json.encode(make_message(OutputPiece("b", ScoredTokens(0)), str)))
     assert plain == {"content": "b", "role": "assistant", "refusal": None}

@@ -28,6 +28,8 @@ from services.gateway.openai.validate import (
 from tests.support.model_folder import CONTEXT, END, END_OF_TEXT
 from tests.unit.gateway.resolved_bodies import chat, completion
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
 
 def refused(call: Any, *arguments: Any, **fields: Any) -> RequestFailure:
     with pytest.raises(RequestError) as caught:
@@ -103,8 +105,8 @@ def test_the_newer_name_of_max_tokens_wins(rules: RequestRules) -> None:
         ({"stop": ["a", "x" * 300]}, "stop"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
         ({"logit_bias": {320: 1.0}}, "logit_bias"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
@@ -130,7 +132,7 @@ def test_what_is_not_served_is_refused_by_name(
     "fields",
     [
         {"tools": [], "tool_choice": "auto"},
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "none"},
         {
             "parallel_tool_calls": True,
             "store": False,

@@ -17,8 +17,12 @@ from tests.support.model_folder import make_folder
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 THINKING_TEMPLATE = (
+    "{%- if tools -%}<|im_start|>system\n{%- for tool in tools -%}{{ tool | tojson }}\n{%- endfor -%}"
+    "<|end|>\n{%- endif -%}"
     "{%- for message in messages -%}"
-    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}<|end|>\n"
+    "<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{ '\n<tool_call>\n' }}{{ call.function | tojson }}{{ '\n</tool_call>' }}{%- endfor -%}<|end|>\n"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false -%}"

@@ -72,10 +72,14 @@ def test_the_chat_template_takes_developer_tool_and_parts(tokenizer: PreTrainedT
     expected = [
         ("system", "Be brief."),
         ("user", "Find x."),
-        ("assistant", '\nfind({"x": 1})'),
+        ("assistant", '<|tool|>find({"x": 1})'),
         ("tool", "42"),
     ]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == render_chat(expected)
+    tools: Any = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    listed = '{"name": "find", "parameters": {"type": "object"}}\n'
+    shown = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert shown == render_chat([("system", listed), *expected])
     with pytest.raises(Exception, match="unknown role"):
         tokenizer.apply_chat_template([{"role": "robot", "content": "x"}], tokenize=False)
     assert (TINY / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE

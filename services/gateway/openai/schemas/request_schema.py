@@ -1,8 +1,8 @@
 """The bodies that clients send: every field of OpenAI's schema that is known here, with its range.
 
 Decoded and checked in one pass by msgspec; the same classes give the components of `/openapi.json`. A field that is
-known but not served (tools, audio, ...) is declared too, so that `validate` can refuse it by name instead of calling it
-unrecognised. `docs/api.md` is the table for people.
+known but not served (functions, audio, ...) is declared too, so that `validate` can refuse it by name instead of
+calling it unrecognised. `docs/api.md` is the table for people.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopField = str | Annotated[list[str], Meta(max_length=4)] | None
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 TemplateOptions = Annotated[dict[str, Any], Meta(max_length=64)]
+ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
@@ -51,6 +52,20 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool that the model may call. With `strict` a schema that cannot be kept to the letter is refused."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionTool
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -145,6 +160,10 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # An extension of vLLM.
     thinking_token_budget: Count | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    # A mode, a function, or allowed tools (`tools.plan_tools`).
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     # Fields that are accepted and have no effect here.
     metadata: Metadata | None = None
@@ -153,13 +172,10 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_retention: ShortText | None = None
-    parallel_tool_calls: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[str], Meta(max_length=8)] | None = None
 
     # Fields that are known and are refused by name, unless they ask for nothing.
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     functions: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
     function_call: str | dict[str, Any] | None = None
     audio: dict[str, Any] | None = None

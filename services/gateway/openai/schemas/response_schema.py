@@ -107,6 +107,22 @@ class AnswerDetails(msgspec.Struct, frozen=True):
 DetailsField = AnswerDetails | UnsetType
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The tool that is called; in later chunks of a stream only more of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool. Only chunks have an `index`, and only the first one of a call has id and type."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """`reasoning` and `reasoning_content` are the same: two names that clients know for thoughts."""
 
@@ -115,6 +131,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     refusal: str | None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -141,6 +158,7 @@ class Delta(msgspec.Struct, frozen=True):
     refusal: None | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -73,6 +73,8 @@ def test_any_text_says_the_same_at_every_cut(family: tuple[str, str], data: st.D
         == join_parts(read_pieces(markup, cut))
         == join_parts(read_pieces(markup, list(text)))
     )
+    for part in whole:
+        part.text.encode()
     calls = [part.call for part in whole if part.kind == "call"]
     assert calls == list(range(len(calls)))
 
@@ -152,6 +154,26 @@ def test_streams_of_strings_do_not_wait_for_their_end() -> None:
     reader = AnswerReader(make_markup(sample.answer_format), "", TOOLS)
     reader.feed("<tool_call>\n<function=f>\n<parameter=a>\nlong text")
     assert join_parts(reader.take_parts()) == call("f", '{"a": "long text')
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("glm45", '<tool_call>g\n<arg_key>z</arg_key><arg_value>{"a": "\\ud800"}</arg_value></tool_call>'),
+        ("glm45", '<tool_call>f\n<arg_key>a</arg_key><arg_value>x<arg_key>"y</arg_value></tool_call>'),
+        ("gemma4", '<|tool_call>call:f{a<|"|>b:<|"|>c<|tool_call>'),
+        ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "<｜tool▁sep｜>"}<｜tool▁call▁end｜>'),
+    ],
+)
+def test_what_is_found_can_always_be_sent(family: str, text: str, as_tokens: bool) -> None:
+    answer_format = choose_format("", family, "none")
+    assert answer_format is not None
+    markup = make_markup(answer_format, answer_format.literals if as_tokens else ())
+    for part in read_pieces(markup, list(markup.markers.mark_text(text))):
+        part.text.encode()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.gateway.parsing.answer_format import load_format
@@ -30,9 +32,12 @@ def test_a_template_tells_its_format(names: tuple[str, str]) -> None:
     calls, reasoning = names
     found = choose_format(TEMPLATES[names])
     assert found is not None
-    fields = {name: table[key] for name, table, key in (
+    assert found.calls is None or found.calls.writing == calls
+    fields: dict[str, Any] = {name: table[key] for name, table, key in (
         ("tool_calls", TOOL_CALLS, calls), ("reasoning", REASONING, reasoning)
     ) if key != "none"}  # fmt: skip
+    if "tool_calls" in fields:
+        fields["tool_calls"] = fields["tool_calls"] | {"writing": calls}
     described = load_format({"fields": fields})
     assert (found.calls, found.reasoning) == (described.calls, described.reasoning)
     assert found.channels == (calls == "openai")

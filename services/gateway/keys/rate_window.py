@@ -25,8 +25,9 @@ class RateWindow:
         # (when it comes back, amount), oldest first, and their sum.
         self._taken: deque[tuple[float, int]] = deque()
         self._used = 0
-        # (when a refused client may come again, amount), in the order of refusals.
+        # (when a refused client may come again, amount), in the order of refusals, at most `MAX_ENTRIES`; their sum.
         self._expected: deque[tuple[float, int]] = deque()
+        self._num_expected = 0
 
     def used(self, now_s: float) -> int:
         """What is taken now. It may be more than the limit, by tokens that were generated since."""
@@ -68,14 +69,15 @@ class RateWindow:
 
     def expect(self, amount: int, now_s: float, limit: int | None = None) -> float:
         """Seconds after which a refused client may come again with `amount`, behind those refused before it."""
-        while self._expected and self._expected[0][0] <= now_s:
-            self._expected.popleft()
-        ahead = sum(expected for _, expected in self._expected)
-        if ahead + amount > (self.limit if limit is None else limit):
-            # They fill the next minute already: the order of later ones is not kept.
+        while self._expected and self._expected[0][0] <= now_s + ROUNDING_S:
+            self._num_expected -= self._expected.popleft()[1]
+        ahead, most = self._num_expected, self.limit if limit is None else limit
+        if ahead + amount > most or len(self._expected) >= MAX_ENTRIES:
+            # They fill the next minute already, or are many: the order of later ones is not kept.
             return self.wait_s(ahead, now_s, limit) or SLOT_S
         wait_s = self.wait_s(ahead + amount, now_s, limit)
         self._expected.append((now_s + wait_s, amount))
+        self._num_expected += amount
         return wait_s
 
     def reset_s(self, now_s: float) -> float:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.gateway.keys.rate_window import SLOT_S, WINDOW_S, RateWindow
+from services.gateway.keys.rate_window import MAX_ENTRIES, SLOT_S, WINDOW_S, RateWindow
 
 
 def offer(window: RateWindow, interval_s: float, until_s: float, start_s: float = 0.0) -> list[float]:
@@ -76,6 +76,15 @@ def test_who_comes_without_waiting_does_not_move_the_others_away_for_ever() -> N
     waits = [window.expect(1, 1.0) for _ in range(1000)]
     assert max(waits) <= WINDOW_S and len(window._expected) <= 4
     assert not window.wait_s(1, 1.0 + max(waits))
+
+
+def test_a_crowd_that_is_refused_costs_no_more_than_a_few() -> None:
+    window = RateWindow(10**6)
+    window.take(10**6, 0.0)
+    waits = [window.expect(1, 1.0) for _ in range(20_000)]
+    assert len(window._expected) == MAX_ENTRIES == window._num_expected and max(waits) <= WINDOW_S
+    window.expect(1, 100.0)
+    assert (len(window._expected), window._num_expected) == (1, 1)
 
 
 def test_tokens_may_take_it_beyond_its_limit_and_come_back() -> None:

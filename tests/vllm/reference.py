@@ -24,7 +24,7 @@ def main(model: str) -> None:
     asked = json.load(sys.stdin)
     port = open_vllm(replace(options_for(model), connector=None))
     for number, (prompt, fields) in enumerate(asked):
-        sampling = msgspec.convert({"seed": 1, **fields}, SamplingParams)
+        sampling = msgspec.convert({"seed": 1, **fields}, SamplingParams, strict=False)
         port.add(PortRequest(f"r{number}#1", prompt, [], sampling))
         tokens: list[int] = []
         while port.has_work:

@@ -14,6 +14,8 @@ reference's two best log-probabilities lie within 1e-3.
     faults    2P2D while workers are killed in every stage of a request, clients leave, and a prefill worker stands
               still: kills, left; wrong; fault_failed: requests that could be continued, or whose error cannot be
               retried; ended: the others by code; kv_at_rest: what is held 3 s later; left_behind: processes
+    served    one worker that does both beside `vllm serve` with the same flags, 16 streams, by turns: served_ratio:
+              output tokens per second; served_cpu_ratio: per CPU second of all processes
 
 Exit status: 0 if every part ended and every aim is met, else 1.
 """
@@ -59,6 +61,7 @@ PARTS = (
         7200,
         {"wrong": "= 0", "fault_failed": "= 0", "kv_at_rest": "= 0", "left_behind": "= 0"},
     ),
+    CheckPart("served", "benchmarks.vllm_parts.served:measure_served", 1800, {"served_ratio": "≥ 0.95"}),
 )
 
 

@@ -10,6 +10,9 @@ from tests.vllm.behaviours import BEHAVIOURS
 from tests.vllm.conftest import RunProgram
 from tests.vllm.results import check_result, read_results
 
+# One engine is loaded, and runs all behaviours, within the first test.
+pytestmark = pytest.mark.timeout(2400)
+
 # What several ranks could break.
 ON_TWO_RANKS = (
     "tokens_are_those_of_one_engine",

@@ -10,6 +10,9 @@ from tests.vllm.conftest import RunProgram
 from tests.vllm.results import read_results
 from vllm_worker.setup.used_names import SUPPORTED_VERSIONS
 
+# One engine is loaded, and runs all behaviours, within the first test.
+pytestmark = pytest.mark.timeout(2400)
+
 
 def test_every_name_is_there(engine_lines: dict[str, dict[str, Any]]) -> None:
     assert engine_lines["missing"]["missing"] == []

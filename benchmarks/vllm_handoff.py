@@ -30,7 +30,7 @@ from typing import Any
 import benchmarks.script_path  # noqa: F401
 from diptych.messages import Offer, Release
 from diptych.request import SamplingParams
-from tests.support.vllm_worker_pair import REPOSITORY, LinkedPair
+from tests.support.vllm_worker_pair import REPOSITORY, LinkedPair, vllm_command
 
 NUM_TOKENS, ANSWER_TOKENS, MAX_HANDOFF_S = 512, 2, 1.0
 # Rounds before those that count.
@@ -144,7 +144,7 @@ def measure(python: str, rounds: int) -> dict[str, float]:
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory()))
         model = owned.enter_context(linked_model(folder))
-        pair = LinkedPair(python, model, 1, folder)
+        pair = LinkedPair(vllm_command(python), model, 1, folder)
         owned.callback(pair.close)
         engines = (
             NixlEngine(python, model, folder / "three.log"),

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker on vLLM, in processes of their own; the test is their gateway."""
+"""A prefill and a decode worker on vLLM, or on a toy, in processes of their own; the test is their gateway."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import random
 import socket
 import subprocess
-from collections.abc import Callable
-from functools import partial
+import sys
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from kvtransfer.shared_memory import SharedMemoryAddress, attach_memory
 REPOSITORY = Path(__file__).parents[2]
 # Seconds that a worker may take to load vLLM, and to answer.
 MAX_START_S, MAX_ANSWER_S = 900.0, 120.0
+REST_POLL_S = 0.05
 # References are computed under a scope of their own, so that they warm no cache.
 REFERENCE = "reference"
 
@@ -66,20 +68,32 @@ def name_prompts(prompts: dict[str, list[int]], tag: str) -> dict[str, list[int]
     return {f"{tag} {name}": prompt for name, prompt in prompts.items()}
 
 
+def vllm_command(python: str) -> list[str]:
+    """Starts a worker on vLLM under an interpreter that has it."""
+    return [python, "-m", "tests.support.vllm_worker_process"]
+
+
+def toy_command() -> list[str]:
+    """Starts a worker on a toy."""
+    return [sys.executable, "-m", "tests.support.toy_worker_process"]
+
+
 M = TypeVar("M", Offer, Pulled)
 
 
 class LinkedWorker:
     """One worker's process, and all that it has said."""
 
-    def __init__(self, python: str, name: str, role: str, model: str, ranks: int, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], name: str, role: str, model: str, ranks: int, log: Path
+    ) -> None:
         near, far = socket.socketpair()
         self.log = log
         env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         arguments = [str(far.fileno()), name, role, model, str(ranks)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [python, "-m", "tests.support.vllm_worker_process", *arguments],
+                [*command, *arguments],
                 cwd=REPOSITORY,
                 env=env,
                 pass_fds=[far.fileno()],
@@ -129,6 +143,14 @@ class LinkedWorker:
         """Books and statistics of now."""
         self._connection.send_bytes(b"report")
         return self._next_line()
+
+    def wait_rest(self) -> dict[str, Any]:
+        """The report of a worker that holds nothing any more. Raises AssertionError if it does not come to that."""
+        end_s = time.monotonic() + MAX_ANSWER_S
+        while (report := self.report())["busy"] or report["used"]:
+            assert time.monotonic() < end_s, f"{self.name} does not come to rest: {report}"
+            time.sleep(REST_POLL_S)
+        return report
 
     def switch(self, role: str) -> None:
         """Drain, and serve in another role."""
@@ -181,9 +203,9 @@ class LinkedWorker:
 class LinkedPair:
     """Two workers that are linked. Requests are greedy, unless a test asks for something else."""
 
-    def __init__(self, python: str, model: str, ranks: int, folder: Path) -> None:
-        self.prefill = LinkedWorker(python, "one", "prefill", model, ranks, folder / "one.log")
-        self.decode = LinkedWorker(python, "two", "decode", model, ranks, folder / "two.log")
+    def __init__(self, command: Sequence[str], model: str, ranks: int, folder: Path) -> None:
+        self.prefill = LinkedWorker(command, "one", "prefill", model, ranks, folder / "one.log")
+        self.decode = LinkedWorker(command, "two", "decode", model, ranks, folder / "two.log")
         try:
             self.prefill.wait_ready()
             self.decode.wait_ready()
@@ -253,15 +275,9 @@ class LinkedPair:
     def check_rest(self) -> None:
         """Nothing is held at either worker."""
         for worker in (self.prefill, self.decode):
-            report = worker.wait_for(partial(_find_rest, worker))
+            report = worker.wait_rest()
             assert report["held_blocks"] == 0 and not report["owners"].keys() - {"vLLM", "copies"}, report
 
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
-
-
-def _find_rest(worker: LinkedWorker) -> dict[str, Any] | None:
-    """A worker's report, if it is at rest."""
-    report = worker.report()
-    return None if report["busy"] or report["used"] else report

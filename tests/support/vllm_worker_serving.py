@@ -24,8 +24,8 @@ from diptych.specs import WorkerSpec
 from kvtransfer.transports.links import OfferedTransports
 from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
+from vllm_worker.port import EnginePort
 from vllm_worker.roles import VllmRoles
-from vllm_worker.vllm_port import VllmPort
 from worker.loop import LatestStats, WorkerLoop
 
 KEY, FINGERPRINT = bytes(range(32)), "model"
@@ -108,7 +108,9 @@ def make_hello(name: str, role: str) -> Hello:
     )
 
 
-def make_report(loop: WorkerLoop, roles: VllmRoles, port: VllmPort, latest: LatestStats) -> dict[str, object]:
+def make_report(
+    loop: WorkerLoop, roles: VllmRoles, port: EnginePort, latest: LatestStats
+) -> dict[str, object]:
     """What is held, and what was counted."""
     return {
         "busy": loop.is_busy,
@@ -120,7 +122,7 @@ def make_report(loop: WorkerLoop, roles: VllmRoles, port: VllmPort, latest: Late
     }
 
 
-def serve(name: str, first_role: str, link: PipeLink, port: VllmPort) -> None:
+def serve(name: str, first_role: str, link: PipeLink, port: EnginePort) -> None:
     """Serve in roles until told to drain."""
     buffer = open_buffer(port.facts, NUM_SLABS * port.facts.slab_bytes)
     port.attach_buffer(buffer)

@@ -1,4 +1,4 @@
-"""Two processes with vLLM, one rank each: the tokens of one engine, and what faults and aborts leave."""
+"""Two processes with vLLM or a toy, one rank each: the tokens of one engine, and what faults and aborts leave."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ import pytest
 from diptych.messages import Abort, Admit, Prefill, Pulled, Release
 from diptych.request import SamplingParams
 from kvtransfer.ticket import decode_ticket
-from tests.support.vllm_worker_pair import GREEDY, TOKENS, LinkedPair, make_prompts, name_prompts
+from tests.support.vllm_worker_pair import (
+    GREEDY,
+    TOKENS,
+    LinkedPair,
+    make_prompts,
+    name_prompts,
+    toy_command,
+    vllm_command,
+)
 from tests.support.vllm_worker_serving import KEY
 
 # Starting two engines takes minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.fixture(scope="module")
-def pair(
-    vllm_python: str, embedded_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LinkedPair]:
-    made = LinkedPair(vllm_python, embedded_model, 1, tmp_path_factory.mktemp("pair"))
+@pytest.fixture(scope="module", params=["toy", "vllm"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedPair]:
+    folder = tmp_path_factory.mktemp("pair")
+    if request.param == "toy":
+        made = LinkedPair(toy_command(), "", 1, folder)
+    else:
+        command = vllm_command(request.getfixturevalue("vllm_python"))
+        made = LinkedPair(command, request.getfixturevalue("embedded_model"), 1, folder)
     yield made
     made.close()
 

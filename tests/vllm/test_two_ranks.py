@@ -9,7 +9,7 @@ import pytest
 
 from diptych.messages import Release
 from kvtransfer.ticket import decode_ticket
-from tests.support.vllm_worker_pair import GREEDY, LinkedPair, make_prompts, name_prompts
+from tests.support.vllm_worker_pair import GREEDY, LinkedPair, make_prompts, name_prompts, vllm_command
 from tests.support.vllm_worker_serving import KEY
 
 # Starting two engines takes minutes on a busy machine.
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 def pair(
     vllm_python: str, embedded_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LinkedPair]:
-    made = LinkedPair(vllm_python, embedded_model, 2, tmp_path_factory.mktemp("ranks"))
+    made = LinkedPair(vllm_command(vllm_python), embedded_model, 2, tmp_path_factory.mktemp("ranks"))
     yield made
     made.close()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 from vllm_worker.blocks import find_regions, layer_parts
 from vllm_worker.exchange import KvExchange, ScheduledTokens, StepPlan, StepResults
 from vllm_worker.port import LayerPart, LoadPlan
-from vllm_worker.rank_copies import RankCopies
+from vllm_worker.rank_copies import FailedCopies, RankCopies
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # The scheduler's part, and the rank's, which exists when vLLM has allocated its KV.
+        # The scheduler's part, and the rank's, which can copy when vLLM has allocated its KV.
         self.exchange = KvExchange()
-        self._copies: RankCopies | None = None
+        self._copies = FailedCopies()
 
     def layer_parts(self) -> tuple[LayerPart, ...]:
         """The parts of one rank in a slab. Raises ValueError if vLLM's KV is not made of whole blocks."""
@@ -115,14 +115,17 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The plan of the step that is about to run."""
         return PlanMetadata(self.exchange.plan_step(self._read_scheduled(scheduler_output)))
 
-    def _read_scheduled(self, output: Any) -> Iterator[ScheduledTokens]:
-        """The requests of a step."""
+    @_never_raise(list)
+    def _read_scheduled(self, output: Any) -> list[ScheduledTokens]:
+        """The requests of a step. Without them nothing is zeroed, but the step's loads must be made all the same."""
         known, counts = self._kv_cache_manager, output.num_scheduled_tokens
         cached = output.scheduled_cached_reqs
         starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        for request, start in starts:
-            yield ScheduledTokens(request, start, counts[request], known.get_block_ids(request)[0])
+        return [
+            ScheduledTokens(request, start, counts[request], known.get_block_ids(request)[0])
+            for request, start in starts
+        ]
 
     @_never_raise(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -151,14 +154,13 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Make the step's saves."""
         super().bind_connector_metadata(connector_metadata)
-        if self._copies is not None and isinstance(connector_metadata, PlanMetadata):
+        if isinstance(connector_metadata, PlanMetadata):
             self._copies.begin_step(connector_metadata.plan)
 
     @_never_raise(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Make the step's loads."""
-        if self._copies is not None:
-            self._copies.load()
+        self._copies.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are complete."""
@@ -172,15 +174,15 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @_never_raise(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The requests whose blocks were saved in this step, or shall not be."""
-        return (self._copies.take_ended() if self._copies is not None else None), None
+        return self._copies.take_ended(), None
 
     @_never_raise(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that could not be loaded in this step; they are zero."""
-        return self._copies.take_invalid() if self._copies is not None else set()
+        return self._copies.take_invalid()
 
     @_never_raise(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The copies that failed in this step."""
-        results = self._copies.take_results() if self._copies is not None else None
+        results = self._copies.take_results()
         return ResultMetadata(results) if results is not None else None

@@ -19,12 +19,47 @@ from vllm_worker.exchange import BlockCopies, StepPlan, StepResults
 log = logging.getLogger(__name__)
 
 
-class RankCopies:
+class FailedCopies:
+    """A rank that knows no blocks: every save and load fails, and is reported so."""
+
+    def __init__(self) -> None:
+        self._failed: set[int] = set()
+        self._invalid: set[int] = set()
+        self._ended: set[str] = set()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Fail all that `plan` asks for."""
+        for copies in (*plan.saves, *plan.loads):
+            self._failed.add(copies.number)
+        self._invalid.update(block for copies in plan.loads for block in copies.blocks)
+        self._ended.update(plan.dropped, (copies.request for copies in plan.saves))
+
+    def load(self) -> None:
+        """Nothing: all loads have failed."""
+
+    def take_ended(self) -> set[str]:
+        """The requests whose blocks this rank needs no more, since the last call."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_invalid(self) -> set[int]:
+        """The blocks that were not loaded, since the last call."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_results(self) -> StepResults | None:
+        """The copies that failed since the last call, None without any."""
+        failed, self._failed = self._failed, set()
+        return StepResults(frozenset(failed)) if failed else None
+
+
+class RankCopies(FailedCopies):
     """The copies of rank `rank`, whose KV is in the backing allocation of `cache`. Used on the rank's main thread."""
 
     def __init__(
         self, cache: torch.Tensor, regions: Sequence[BlockRegion], num_blocks: int, rank: int
     ) -> None:
+        super().__init__()
         self._make_blocks: Callable[[torch.Tensor], RankBlocks] = lambda slabs: RankBlocks(
             cache, regions, num_blocks, slabs, rank
         )
@@ -34,9 +69,6 @@ class RankCopies:
         self._mapped: MappedBuffer | None = None
         self._rank, self._device = rank, cache.device
         self._plan = StepPlan()
-        self._failed: set[int] = set()
-        self._invalid: set[int] = set()
-        self._ended: set[str] = set()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Zero blocks and make the saves of `plan`, before anything of its step is computed."""
@@ -56,21 +88,6 @@ class RankCopies:
                 self._failed.add(copies.number)
                 self._invalid.update(copies.blocks)
                 self._attempt("zero blocks", lambda one=copies: self._blocks.zero(one.blocks))  # type: ignore[misc]
-
-    def take_ended(self) -> set[str]:
-        """The requests whose blocks this rank needs no more, since the last call."""
-        ended, self._ended = self._ended, set()
-        return ended
-
-    def take_invalid(self) -> set[int]:
-        """The blocks that were not loaded, since the last call."""
-        invalid, self._invalid = self._invalid, set()
-        return invalid
-
-    def take_results(self) -> StepResults | None:
-        """The copies that failed since the last call, None without any."""
-        failed, self._failed = self._failed, set()
-        return StepResults(frozenset(failed)) if failed else None
 
     def _map(self, plan: StepPlan) -> None:
         """Open the buffer, if it is not the one that is open. Raises OSError or ValueError."""

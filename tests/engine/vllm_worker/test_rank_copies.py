@@ -13,7 +13,7 @@ from vllm_worker.blocks import BlockRegion
 from vllm_worker.buffer import SaveMarks, slab_layout
 from vllm_worker.exchange import BlockCopies, KvExchange, ScheduledTokens, StepPlan
 from vllm_worker.port import LoadPlan
-from vllm_worker.rank_copies import RankCopies
+from vllm_worker.rank_copies import FailedCopies, RankCopies
 
 NUM_BLOCKS, PART = 8, 256
 REGIONS = (BlockRegion("a", 0, PART // 2), BlockRegion("b", NUM_BLOCKS * PART // 2, PART // 2))
@@ -27,7 +27,9 @@ class TwoRanks:
         self.exchange = KvExchange()
         self.exchange.attach_buffer(self.buffer, 2)
         self.caches = [torch.full((NUM_BLOCKS * PART // 4,), float("nan")) for _ in range(2)]
-        self.ranks = [RankCopies(cache, REGIONS, NUM_BLOCKS, rank) for rank, cache in enumerate(self.caches)]
+        self.ranks: list[FailedCopies] = [
+            RankCopies(cache, REGIONS, NUM_BLOCKS, rank) for rank, cache in enumerate(self.caches)
+        ]
         self.begun: list[tuple[tuple[int, ...], int]] = []
         self.exchange.on_save_begun = lambda saved, number: self.begun.append((saved.slabs, number))
 
@@ -139,6 +141,17 @@ def test_a_wrong_block_to_zero_stops_nothing_else(two: TwoRanks) -> None:
     plan = replace(two.exchange.plan_step(), zeroed=(99,), loads=(BlockCopies(9, "x", (1,), (0,)),))
     assert two.run(plan) == set()
     assert not bool(two.block(0, 1).any())
+
+
+def test_a_rank_that_knows_no_blocks_fails_all_and_holds_nothing(two: TwoRanks) -> None:
+    two.ranks = [FailedCopies(), FailedCopies()]
+    two.exchange.expect("r", "r#1", 64, save=True)
+    two.exchange.expect("d", "d#1", 65, save=False, load=LoadPlan((0,), 64))
+    two.exchange.finish("r", [1], complete=True)
+    two.exchange.begin_load("d", [4, 5], 64)
+    assert two.run(two.exchange.plan_step()) == {4}
+    assert [(saved.key, saved.num_tokens) for saved in two.exchange.take_saved()] == [("r#1", 0)]
+    assert two.exchange.take_failed_loads() == ["d#1"] and not two.exchange.can_progress
 
 
 def test_marks_of_an_older_save_do_not_count() -> None:

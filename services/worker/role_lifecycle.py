@@ -45,7 +45,7 @@ from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLin
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from worker.loop import GatewayLink, LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
-from worker.watchdog import EngineWatchdog
+from worker.watchdog import LIMIT_S, STUCK_S, EngineWatchdog
 
 if TYPE_CHECKING:
     # Only workers on a device load them.
@@ -124,6 +124,9 @@ class WorkerParts:
     roles: EngineRoles | None = None
     # Of such an engine: prompt tokens that may wait at the worker (`Hello.block_tokens`).
     waiting_tokens: int = 0
+    # Seconds after which a round of the loop is reported as stuck, and ends the process (`worker.watchdog`).
+    stuck_s: float = STUCK_S
+    limit_s: float = LIMIT_S
 
     @property
     def layout(self) -> KvLayout:
@@ -197,7 +200,9 @@ def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, parts: WorkerParts)
         progress = LayerProgress(parts.pool.num_slabs, shown.view)
         key, keys = load_transfer_key(spec.keys_dir), load_worker_keys(spec.keys_dir)
         signal.signal(signal.SIGTERM, lambda *_: end_request.request_end())
-        watchdog = EngineWatchdog(partial(exit_fatally, supervisor), spec.worker)
+        watchdog = EngineWatchdog(
+            partial(exit_fatally, supervisor), spec.worker, stuck_s=parts.stuck_s, limit_s=parts.limit_s
+        )
         prefault = PoolPrefault(parts.memories, busy=lambda: _is_computing(parts.engine))
         owned.callback(prefault.stop)
         role, cores = spec.role, os.sched_getaffinity(0)

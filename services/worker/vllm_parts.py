@@ -18,6 +18,10 @@ from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.port import EnginePort, PortFacts
 from vllm_worker.roles import VllmRoles
+from worker.watchdog import LIMIT_S, STUCK_S
+
+# Where vLLM prefills prompts whole, a step may take this long for each of its tokens before it counts as hanging.
+SLOW_TOKEN_S = 0.1
 
 
 def build_parts(spec: WorkerSpec, port: EnginePort) -> WorkerParts:
@@ -44,6 +48,8 @@ def build_parts(spec: WorkerSpec, port: EnginePort) -> WorkerParts:
         close=port.close,
         roles=roles,
         waiting_tokens=2 * facts.max_num_batched_tokens,
+        stuck_s=max(STUCK_S, facts.max_num_batched_tokens * SLOW_TOKEN_S / 4),
+        limit_s=max(LIMIT_S, facts.max_num_batched_tokens * SLOW_TOKEN_S),
     )
     return parts if recorder is None else _with_step_log(spec.worker, parts, recorder, facts)
 

@@ -153,9 +153,11 @@ class ClusterRun(ServeRun):
         # Workers that were asked something else are not adopted. A cluster that has grown is no reason for that.
         num_workers = 0 if self._may_use_all else num_probed(self._config)
         probe = structs.replace(probe_request(self._config, num_workers), model=name, revision=revision)
+        sharing = max_sharing(self._bundle_groups)
         if probe.gpu is not None:
-            sharing = max_sharing(self._bundle_groups)
             probe = structs.replace(probe, gpu=structs.replace(probe.gpu, workers=sharing))
+        if probe.vllm is not None:
+            probe = structs.replace(probe, vllm=structs.replace(probe.vllm, workers=sharing))
         self._question = msgspec.json.encode(probe).decode()
         able = [
             node

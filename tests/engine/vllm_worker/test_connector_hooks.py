@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import sys
 from collections.abc import Iterator
@@ -36,12 +35,11 @@ def connector_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     base, parallel, requests = (
         ModuleType(name) for name in (BASE, "vllm.distributed.parallel_state", "vllm.v1.request")
     )
-    roles = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
     names = {
         "KVConnectorBase_V1": Base,
         "KVConnectorMetadata": object,
         "KVConnectorWorkerMetadata": object,
-        "KVConnectorRole": roles,
+        "KVConnectorRole": SimpleNamespace(SCHEDULER=0, WORKER=1),
     }
     vars(base).update(names)
     vars(parallel)["get_tensor_model_parallel_rank"] = lambda: 0

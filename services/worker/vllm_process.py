@@ -61,13 +61,14 @@ def engine_options(spec: WorkerSpec) -> EngineOptions:
     """What a worker with this specification asks of vLLM.
 
     On the CPU the KV has the planned size; on a GPU vLLM takes this worker's share of the memory, unless a size is set.
+    vLLM counts the KV of each rank.
     """
     on_gpu = spec.device == "cuda"
     return EngineOptions(
         model=spec.model,
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
-        kv_bytes=spec.kv_bytes if spec.kv_bytes_asked or not on_gpu else None,
+        kv_bytes=spec.kv_bytes // spec.tp if spec.kv_bytes_asked or not on_gpu else None,
         gpu_memory_utilization=spec.gpu_memory_utilization / spec.gpu_workers if on_gpu else None,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""A deployment of vLLM workers with a toy in vLLM's place: gateway, roles, books and changes of role as they are served."""
+"""A deployment of vLLM workers with a toy in vLLM's place: gateway, roles, books and changes of role as served."""
 
 from __future__ import annotations
 

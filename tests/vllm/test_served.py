@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 LENGTHS = (1, 63, 64, 65, 300, 1000)
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def made_up(length: int) -> list[int]:

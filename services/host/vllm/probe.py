@@ -117,6 +117,7 @@ def plan_on_vllm(
         # Within a cluster Ray decides which GPUs a process sees, and has said so to this one.
         gpus = find_gpus({} if request.workers else os.environ, own_torch=False)
         workers = request.workers or workers_per_gpu(num_workers * tp, len(gpus))
+        _check_ranks(tp, num_workers, workers, len(gpus))
     facts = ask_vllm(
         request.python,
         {
@@ -124,7 +125,8 @@ def plan_on_vllm(
             "device": request.device,
             "dtype": request.dtype,
             "max_model_len": max_model_len,
-            "kv_bytes": kv_bytes,
+            # vLLM counts that of each rank.
+            "kv_bytes": None if kv_bytes is None else kv_bytes // tp,
             "gpu_memory_utilization": None if request.device == "cpu" else request.utilization / workers,
             "max_num_seqs": step_rows,
             "max_num_batched_tokens": step_tokens,
@@ -134,7 +136,8 @@ def plan_on_vllm(
             "vllm_args": list(request.args),
         },
     )
-    one = num_chunks(facts.max_model_len) * facts.block_bytes
+    # vLLM keeps one block for padding.
+    one = (num_chunks(facts.max_model_len) + 1) * facts.block_bytes
     usable = int(host_bytes * USABLE_SHARE)
     buffer = _plan_buffer(request, name, facts, tp, usable)
     if request.device == "cuda":
@@ -143,6 +146,16 @@ def plan_on_vllm(
     pool = kv_bytes if kv_bytes is not None else min(AUTO_POOL_REQUESTS * one, max(usable - taken, one))
     _check_pool(name, facts, pool, one, usable - taken, asked=kv_bytes is not None)
     return VllmPlan(path, facts, pool, GpuShare(1, buffer))
+
+
+def _check_ranks(tp: int, num_workers: int, sharing: int, num_gpus: int) -> None:
+    """Raises ConfigError if ranks of one worker would share a GPU: each needs one of its own."""
+    if tp > 1 and sharing > 1:
+        raise ConfigError(
+            f"{num_workers} workers of {tp} ranks need {num_workers * tp} GPUs",
+            f"there are {num_gpus}, and each rank of vLLM needs one of its own",
+            "use a smaller --prefill-tp and --decode-tp, or fewer workers",
+        )
 
 
 def _plan_buffer(request: VllmRequest, name: str, facts: VllmFacts, tp: int, host_bytes: int) -> int:

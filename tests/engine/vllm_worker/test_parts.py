@@ -113,5 +113,6 @@ def test_memory_is_planned_on_cpus_and_shared_on_gpus(model: Path) -> None:
     assert (cpu.kv_bytes, cpu.gpu_memory_utilization) == (1 << 30, None)
     gpu = engine_options(spec_of(model, device="cuda", gpu_workers=2, gpu_memory_utilization=0.8))
     assert (gpu.kv_bytes, gpu.gpu_memory_utilization) == (None, 0.4)
+    assert engine_options(spec_of(model, tp=4)).kv_bytes == 1 << 28
     asked = engine_options(spec_of(model, device="cuda", kv_bytes_asked=True))
     assert asked.kv_bytes == 1 << 30

@@ -189,6 +189,27 @@ def test_kv_and_buffer_have_room_for_several_requests(
     assert planned(monkeypatch, tmp_path, kv_bytes=5 << 20).kv_bytes == 5 << 20
 
 
+def test_ranks_of_a_worker_share_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probe, "find_gpus", lambda environ, own_torch: [object()] * 3)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(probe, "ask_vllm", lambda python, question: asked.append(question) or FACTS)  # type: ignore[func-returns-value]
+    given = {
+        "max_model_len": None,
+        "kv_bytes": 8 << 20,
+        "step_tokens": 512,
+        "step_rows": 8,
+        "host_bytes": 8 << 30,
+    }
+    request = VllmRequest("/python", device="cuda")
+    plan = plan_on_vllm(request, "m", tmp_path, tp=1, num_workers=6, **given)
+    assert plan.share.workers == 2 and asked[0]["gpu_memory_utilization"] == 0.45
+    plan = plan_on_vllm(request, "m", tmp_path, tp=2, num_workers=1, **given)
+    assert plan.share.workers == 1 and asked[1]["kv_bytes"] == 4 << 20
+    with pytest.raises(ConfigError, match="2 workers of 2 ranks need 4 GPUs") as caught:
+        plan_on_vllm(request, "m", tmp_path, tp=2, num_workers=2, **given)
+    assert "there are 3" in caught.value.why
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -34,7 +34,7 @@ def test_an_interpreter_without_vllm() -> None:
     [
         (("--vllm-args", "--no-such-flag"), "no-such-flag"),
         (("--transfer-buffer-bytes", "1MiB"), "--transfer-buffer-bytes 12MiB or more"),
-        (("--kv-cache-memory-bytes", "1MiB"), "--kv-cache-memory-bytes 12MiB or more"),
+        (("--kv-cache-memory-bytes", "1MiB"), "--kv-cache-memory-bytes 13MiB or more"),
         (("--max-model-len", "1000000"), "1000000"),
     ],
 )

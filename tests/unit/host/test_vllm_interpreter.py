@@ -183,7 +183,7 @@ def test_kv_and_buffer_have_room_for_several_requests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plan = planned(monkeypatch, tmp_path)
-    assert plan.kv_bytes == 16 * (2 << 20) and plan.share.buffer_bytes % (1 << 20) == 0
+    assert plan.kv_bytes == 16 * (3 << 20) and plan.share.buffer_bytes % (1 << 20) == 0
     assert plan.share.buffer_bytes >= 2 << 20
     assert "vLLM 0.32.0 on cpu" in plan.summary and "context 128" in plan.summary
     assert planned(monkeypatch, tmp_path, kv_bytes=5 << 20).kv_bytes == 5 << 20
@@ -193,7 +193,7 @@ def test_ranks_of_a_worker_share_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(probe, "find_gpus", lambda environ, own_torch: [object()] * 3)
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(probe, "ask_vllm", lambda python, question: asked.append(question) or FACTS)  # type: ignore[func-returns-value]
-    given = {
+    given: dict[str, Any] = {
         "max_model_len": None,
         "kv_bytes": 8 << 20,
         "step_tokens": 512,
@@ -214,7 +214,7 @@ def test_ranks_of_a_worker_share_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ("changed", "words"),
     [
         ({"buffer_bytes": 1 << 20}, "--transfer-buffer-bytes 2MiB or more"),
-        ({"kv_bytes": 1 << 20}, "--kv-cache-memory-bytes 2MiB or more"),
+        ({"kv_bytes": 1 << 20}, "--kv-cache-memory-bytes 3MiB or more"),
         ({"kv_bytes": 64 << 30}, "--max-model-len"),
         ({"host_bytes": 1 << 20}, "does not fit in host memory"),
     ],

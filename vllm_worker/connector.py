@@ -3,6 +3,7 @@
 vLLM makes one object in its scheduler, in the worker's process, and one in each rank. The scheduler's tells
 `vllm_worker.exchange.KvExchange` what happens to requests, and sends each step's plan; the ranks' perform it
 (`vllm_worker.rank_copies.RankCopies`). Nothing here decides, and no method raises: vLLM would end with blocks held.
+What fails in the scheduler is kept, and the port raises it before any output of that step: its KV may be wrong.
 
 Saves are made in `bind_connector_metadata`, before the forward of the step after the one that computed the KV; after
 it they would wait behind other prompts. Loads are made in `start_load_kv`, of the step that first runs the request, and
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -35,20 +37,26 @@ log = logging.getLogger(__name__)
 
 
 def _never_raise(default: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a method return `default()` instead of raising. The error is logged."""
+    """Makes a hook return `default()` instead of raising. The error is logged, and kept by the exchange."""
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def guarded(connector: DiptychConnector, *args: Any, **kwargs: Any) -> Any:
             try:
-                return method(*args, **kwargs)
-            except Exception:
+                return method(connector, *args, **kwargs)
+            except Exception as error:
                 log.exception("%s failed in the connector", method.__name__)
+                connector.exchange.keep_error(error)
                 return default()
 
         return guarded
 
     return wrap
+
+
+def find_copy_error(worker: Any) -> str:
+    """Runs in a rank, which is not used: why its connector cannot copy blocks; empty: it can."""
+    return str(get_kv_transfer_group().copy_error)
 
 
 @dataclass
@@ -82,6 +90,8 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # The scheduler's part, and the rank's, which can copy when vLLM has allocated its KV.
         self.exchange = KvExchange()
         self._copies = FailedCopies()
+        # Why this rank cannot copy.
+        self.copy_error = "vLLM has not shown its KV"
 
     def layer_parts(self) -> tuple[LayerPart, ...]:
         """The parts of one rank in a slab. Raises ValueError if vLLM's KV is not made of whole blocks."""
@@ -142,13 +152,17 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- in each rank
 
-    @_never_raise(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Learn where the rank's KV is."""
-        config = self._kv_cache_config
-        regions = find_regions(config.kv_cache_tensors, config.num_blocks)
-        cache = next(iter(kv_caches.values()))
-        self._copies = RankCopies(cache, regions, config.num_blocks, get_tensor_model_parallel_rank())
+        """Learn where the rank's KV is. If that fails, `copy_error` says why, and no worker is made of this rank."""
+        try:
+            config = self._kv_cache_config
+            regions = find_regions(config.kv_cache_tensors, config.num_blocks)
+            cache = next(iter(kv_caches.values()))
+            self._copies = RankCopies(cache, regions, config.num_blocks, get_tensor_model_parallel_rank())
+            self.copy_error = ""
+        except Exception as error:
+            log.exception("the rank's KV was not found")
+            self.copy_error = f"{type(error).__name__}: {error}"
 
     @_never_raise(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

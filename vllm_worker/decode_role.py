@@ -3,13 +3,14 @@
     begin_attempt ──▶ waiting ──room in the buffer──▶ moving ──verified──▶ vLLM loads it in its first step ─▶ slabs free
                   └─ expecting: an order without a ticket waits for it        └─ pulled by the fetcher's threads
 
-So vLLM never waits for another worker. Requests take slabs of the buffer for all their KV at once, in the order in
-which their tickets came; those from sources that hold half of the buffer already are passed over, so that a source that
+So vLLM never waits for another worker. Requests take slabs of the buffer for all their KV at once, by priority and then
+in the order in which their tickets came. A source whose pulls hold half of the buffer is passed over, so that one that
 stands still delays no other. KV is not announced while it is computed: hints are counted as late.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections import Counter
@@ -47,8 +48,11 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.transfer_buffer import TransferBuffer
 from vllm_worker.engine import VllmEngine
-from vllm_worker.port import LoadPlan, settle_port
+from vllm_worker.port import LoadPlan
+from vllm_worker.settling import settle_engine
 from worker.loop import GatewayLink, WorkOrder
+
+log = logging.getLogger(__name__)
 
 # The code and the text of a failure that is reported.
 FailureReport = tuple[str, str]
@@ -79,7 +83,7 @@ class VllmDecodeRole:
         self._loading: dict[str, tuple[int, ...]] = {}
         # Slabs of the pulls from each worker.
         self._pulling: Counter[str] = Counter()
-        self._corrupt = self._late = self._load_failures = 0
+        self._corrupt = self._late = 0
 
     @property
     def is_busy(self) -> bool:
@@ -203,7 +207,8 @@ class VllmDecodeRole:
     def _free_loaded(self) -> None:
         """Free the slabs that vLLM has read, or will not read."""
         for key, failed in self.engine.take_loaded():
-            self._load_failures += failed
+            if failed:
+                log.warning("vLLM could not load the KV of %s, which was verified", key)
             self.buffer.give_back(self._loading.pop(key), key)
 
     def _next_landed(self) -> KvArrival | None:
@@ -213,13 +218,17 @@ class VllmDecodeRole:
             return None
 
     def _start_pulls(self, now_s: float) -> None:
-        """Start the pulls that have room, in order; those from a source that has its share are passed over."""
-        most = max(1, self.buffer.num_slabs // 2)
-        for arrival in list(self._waiting.values()):
+        """Start the pulls that have room, by priority and then in order.
+
+        A source that has its share of the buffer is passed over, with all that waits for it.
+        """
+        most, passed = max(1, self.buffer.num_slabs // 2), set[str]()
+        for arrival in sorted(self._waiting.values(), key=lambda one: one.seq.tenancy.priority):
             ticket, need = arrival.ticket, self._count_slabs(arrival)
             assert ticket is not None, "it does not wait without one"
             held = self._pulling[ticket.worker]
-            if held and held + need > most:
+            if ticket.worker in passed or (held and held + need > most):
+                passed.add(ticket.worker)
                 continue
             if self.buffer.free < need:
                 return
@@ -319,7 +328,7 @@ class VllmDecodeRole:
     def close(self) -> None:
         """Stop all pulls, and let vLLM free what ended requests hold. `tend_held` then frees what has landed."""
         self.fetcher.close()
-        settle_port(self.engine.port)
+        settle_engine(self.engine)
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the engine, with the counts of requests whose KV is not here yet, and of the buffer, added."""

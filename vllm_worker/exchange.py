@@ -105,6 +105,8 @@ class KvExchange:
 
     def __init__(self) -> None:
         self.on_save_begun: OnSaveBegun = ignore_save
+        # The first error of a hook in vLLM's scheduler.
+        self._error: Exception | None = None
         self.buffer: TransferBuffer | None = None
         self._marks: SharedMarks | None = None
         self._address: BufferAddress | None = None
@@ -135,6 +137,15 @@ class KvExchange:
         """No rank can open the marks any more. Idempotent."""
         if self._marks is not None:
             self._marks.close()
+
+    def keep_error(self, error: Exception) -> None:
+        """A hook in vLLM's scheduler has failed: what it was to say of a request's KV was not said."""
+        self._error = self._error or error
+
+    def raise_error(self) -> None:
+        """Raises RuntimeError if a hook has failed. No output of that step may be used: its KV may be missing."""
+        if self._error is not None:
+            raise RuntimeError("the connector has failed in vLLM's scheduler") from self._error
 
     def is_saved(self, slabs: Sequence[int], number: int) -> bool | None:
         """Whether all ranks have made the copies of save `number`; None: not yet. Any thread may ask."""
@@ -279,8 +290,11 @@ class KvExchange:
 
     @property
     def can_progress(self) -> bool:
-        """Whether a step would copy or free anything."""
-        first_fits = bool(self._queue) and (
-            self.buffer is not None and self.buffer.free >= len(self._queue[0][1])
-        )
+        """Whether a step would copy or free anything. Any thread may ask, of which one changes the queue."""
+        try:
+            blocks = self._queue[0][1]
+        except IndexError:
+            first_fits = False
+        else:
+            first_fits = self.buffer is not None and self.buffer.free >= len(blocks)
         return bool(first_fits or self._dropped or self._loads or self._step.saves)

@@ -41,11 +41,16 @@ from kvtransfer.transfer_buffer import LEASED_OWNER, TransferBuffer
 from prefill_worker.worker import TicketIssuer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.exchange import KvExchange, ignore_save
-from vllm_worker.port import SavedKv, settle_port
+from vllm_worker.port import SavedKv
+from vllm_worker.settling import settle_engine
 from worker.loop import GatewayLink, WorkOrder
 from worker.task_thread import TaskThread
 
 log = logging.getLogger(__name__)
+
+
+class SaveFailed(TransferError):
+    """A rank could not copy KV to the buffer. Another attempt may succeed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +184,12 @@ class VllmPrefillRole:
             outgoing.is_hashed = True
             try:
                 if not made:
-                    raise TransferError("vLLM could not copy the request's KV to the transfer buffer")
+                    raise SaveFailed("vLLM could not copy the request's KV to the transfer buffer")
                 self._lease_and_offer(outgoing, payloads)
             except (DiptychError, ValueError) as error:
                 outgoing.error = error
+                if outgoing.seq is not None:
+                    self._shared.ledger.release_lease(outgoing.seq.id, outgoing.seq.epoch)
         # The engine's thread does the rest.
         self.link.wake_poll()
 
@@ -220,7 +227,8 @@ class VllmPrefillRole:
             next_s = self._shared.ledger.next_expiry_s()
         for outgoing in failed:
             if outgoing.seq is not None:
-                self._report_failed(outgoing.seq, str(outgoing.error))
+                code = "transfer_failed" if isinstance(outgoing.error, SaveFailed) else "internal_error"
+                self.link.send(Failed(outgoing.seq.id, outgoing.seq.epoch, code, str(outgoing.error)))
         return next_s
 
     def _on_save_failed(self, seq: Sequence | None, key: str) -> None:
@@ -230,10 +238,7 @@ class VllmPrefillRole:
             if outgoing is not None:
                 outgoing.is_lost = True
         if outgoing is None and seq is not None:
-            self._report_failed(seq, "its KV does not fit the transfer buffer")
-
-    def _report_failed(self, seq: Sequence, why: str) -> None:
-        self.link.send(Failed(seq.id, seq.epoch, "internal_error", why))
+            self.link.send(Failed(seq.id, seq.epoch, "transfer_failed", "vLLM has not all blocks of its KV"))
 
     def _free_unread(self) -> None:
         """Give back the slabs of what is not wanted, or has failed, and that the thread is done with. Locked."""
@@ -262,8 +267,15 @@ class VllmPrefillRole:
         return ended
 
     def close(self) -> None:
-        """Wait for the thread, and free what is left. Another role can use the engine then."""
-        settle_port(self.engine.port)
+        """Wait for the thread, and free what is left. Another role can use the engine then.
+
+        No step runs any more: what the ranks have not copied by now, they never will.
+        """
+        settle_engine(self.engine)
+        with self._shared.lock:
+            for outgoing in self._shared.outgoing.values():
+                outgoing.is_lost = True
+        self._tasks.wake_tasks()
         self._tasks.close()
         self.abandon_all()
         self.exchange.on_save_begun = ignore_save

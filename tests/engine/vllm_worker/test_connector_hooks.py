@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,8 @@ def connector_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     base, parallel, requests = (
         ModuleType(name) for name in (BASE, "vllm.distributed.parallel_state", "vllm.v1.request")
     )
+    transfer = ModuleType("vllm.distributed.kv_transfer")
+    vars(transfer)["get_kv_transfer_group"] = lambda: None
     names = {
         "KVConnectorBase_V1": Base,
         "KVConnectorMetadata": object,
@@ -48,7 +50,7 @@ def connector_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for end in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
     monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
-    for module in (base, parallel, requests):
+    for module in (base, parallel, requests, transfer):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "vllm_worker.connector", raising=False)
     yield importlib.import_module("vllm_worker.connector").DiptychConnector
@@ -139,6 +141,7 @@ def test_a_rank_without_its_memory_fails_loads_and_saves(pair: Pair) -> None:
     pair.owned |= {"d": [1, 2], "s": [4]}
     pair.scheduler.update_state_after_alloc(loading, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 64)
     assert pair.scheduler.request_finished(saving, [4])[0]
+    assert "ends at byte" in pair.rank.copy_error, "no worker is made of it"
     assert pair.step([("d", 64, 1)]) == {1}
     assert pair.exchange.take_failed_loads() == ["d#1"]
     assert [saved.num_tokens for saved in pair.exchange.take_saved()] == [0]
@@ -152,10 +155,37 @@ def test_what_is_not_known_of_a_step_costs_no_load(pair: Pair) -> None:
     assert pair.step([("unknown", 0, 1)]) == set()
     assert not bool(pair.cache.view(2, NUM_BLOCKS, PART // 2)[:, 1].any()), "the empty slab was loaded"
     assert pair.exchange.take_loaded() == ["d#1"]
+    with pytest.raises(RuntimeError, match="in vLLM's scheduler"):
+        pair.exchange.raise_error()
+
+
+@pytest.mark.parametrize(
+    "break_hook",
+    [
+        lambda scheduler: scheduler.on_new_request(None),
+        lambda scheduler: scheduler.get_num_new_matched_tokens(None, 0),
+        lambda scheduler: scheduler.update_state_after_alloc(None, None, 64),
+        lambda scheduler: scheduler.build_connector_meta(None),
+        lambda scheduler: scheduler.update_connector_output(None),
+        lambda scheduler: scheduler.request_finished(None, []),
+    ],
+)
+def test_what_fails_in_the_scheduler_lets_no_output_pass(
+    pair: Pair, break_hook: Callable[[Any], object]
+) -> None:
+    """What was to be said of some request's KV was not said: the port raises it, and requests migrate."""
+    pair.exchange.raise_error()
+    break_hook(pair.scheduler)
+    with pytest.raises(RuntimeError, match="in vLLM's scheduler"):
+        pair.exchange.raise_error()
 
 
 def test_no_hook_raises_whatever_it_gets(pair: Pair) -> None:
+    assert pair.rank.copy_error
+    pair.rank.register_kv_caches({"a": pair.cache})
+    assert not pair.rank.copy_error
     pair.rank.register_kv_caches({})
+    assert pair.rank.copy_error
     nothing = SimpleNamespace()
     pair.scheduler.on_new_request(nothing)
     assert pair.scheduler.get_num_new_matched_tokens(nothing, 0) == (0, False)

@@ -46,6 +46,14 @@ PURE = {
         "httpx",
         "matplotlib",
     ),
+    # vLLM's interpreter may lack anything, and vLLM has to be opened before numba is imported.
+    "vllm_worker.preflight": (*HEAVY, "numba", "zmq", "msgspec"),
+    "services.worker.vllm_process": (*HEAVY, "numba", "llvmlite", "pydantic"),
+    # What runs there without vLLM needs packages that vLLM has.
+    "services.worker.vllm_parts": (
+        *("torch", "ray", "transformers", "tokenizers", "llguidance", "safetensors", "httpx", "fastapi"),
+        *("pydantic", "huggingface_hub", "cryptography", "nixl"),
+    ),
     "services.cli.main": (*HEAVY, "httpx", "scipy", "pydantic", "pydantic_settings"),
     "services.cli.serve.run": (*HEAVY, "httpx", "scipy"),
     "services.host.model_probe": (*HEAVY, "transformers", "huggingface_hub", "httpx", "numba"),

@@ -141,6 +141,9 @@ class VllmEngine:
         if seq.keep.evicts:
             raise SequenceRefused("internal_error", "a vLLM worker cannot drop KV")
         longest = self.port.facts.max_model_len
+        if seq.total == longest:
+            why = "vLLM computes one token more, also if only the prompt is scored"
+            raise SequenceRefused("unsupported_parameter", f"a prompt of all {longest} tokens", why)
         if not 0 < seq.total < longest:
             raise SequenceRefused("internal_error", f"{seq.total} tokens are not within 1 to {longest - 1}")
         waiting = [live.seq.total for live in self._live.values() if live.seq.silent]
@@ -203,13 +206,13 @@ class VllmEngine:
         Without a sequence it was aborted meanwhile. The sequence's `slabs` and `computed` say what it offers; KV of no
         tokens could not be saved.
         """
-        self._collect()
+        self._collect_saves()
         taken, self._saved = self._saved, []
         return taken
 
     def take_loaded(self) -> list[tuple[str, bool]]:
         """The keys of `adopt` whose slabs are not read any more, and whether the load has failed."""
-        self._collect()
+        self._collect_loads()
         taken, self._loaded = self._loaded, []
         return taken
 
@@ -224,8 +227,12 @@ class VllmEngine:
         ran = self.port.step()
         ended_s = clock()
         works = [] if self._observer is None else self._list_works()
-        outputs += [message for one in ran if (message := self._take_output(one, ended_s)) is not None]
-        self._collect()
+        # Errors of this step are those of loads, if one has failed.
+        failed = self._collect_loads()
+        outputs += [
+            message for one in ran if (message := self._take_output(one, ended_s, failed)) is not None
+        ]
+        self._collect_saves()
         if self._observer is not None:
             self._observer.on_step_end(begun_s, ended_s, works, [one.message for one in outputs])
         self._account_step(ended_s - begun_s, clock() - ended_s)
@@ -252,7 +259,7 @@ class VllmEngine:
             self._wake()
         return [build_failure(seq, *DEADLINE_FAILURE) for seq in expired]
 
-    def _take_output(self, output: PortOutput, now_s: float) -> SequenceOutput | None:
+    def _take_output(self, output: PortOutput, now_s: float, loads_failed: bool) -> SequenceOutput | None:
         """Advance a sequence by what vLLM did for it. None: it is not here, or there is nothing to report."""
         live = self._live.get(output.key)
         if live is None:
@@ -260,8 +267,11 @@ class VllmEngine:
         seq, first = live.seq, live.seq.silent
         if output.finish == "error":
             del self._live[output.key]
-            code = "internal_error" if seq.sampling.grammar is None else "invalid_grammar"
-            return build_failure(seq, code, output.error)
+            if loads_failed:
+                return build_failure(seq, "transfer_failed", "the KV could not be copied to vLLM")
+            # A grammar that does not compile ends its request before it starts.
+            compiles = seq.sampling.grammar is None or not first or output.started_s is not None
+            return build_failure(seq, "internal_error" if compiles else "invalid_grammar", output.error)
         if first:
             started_s = now_s if output.started_s is None else output.started_s
             seq.started_s = min(max(started_s, seq.arrived_s), now_s)
@@ -285,16 +295,19 @@ class VllmEngine:
             )
         )
 
-    def _collect(self) -> None:
-        """Take what the port has copied."""
+    def _collect_saves(self) -> None:
+        """Take the KV that the port has copied to the buffer."""
         for saved in self.port.saved():
             live = self._live.pop(saved.key, None)
             if live is not None:
                 live.seq.slabs, live.seq.computed = list(saved.slabs), saved.num_tokens
             self._saved.append((None if live is None else live.seq, saved))
-        if loaded := self.port.loaded():
-            failed = set(self.port.failed_loads())
-            self._loaded += [(key, key in failed) for key in loaded]
+
+    def _collect_loads(self) -> bool:
+        """Take the keys whose loads have ended; returns whether one has failed."""
+        failed = set(self.port.failed_loads())
+        self._loaded += [(key, key in failed) for key in self.port.loaded()]
+        return bool(failed)
 
     # ---- rests
 

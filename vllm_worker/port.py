@@ -206,7 +206,9 @@ class EnginePort(Protocol):
         """The keys whose load plans have ended since the last call: nothing reads their slabs any more."""
 
     def failed_loads(self) -> list[str]:
-        """Of the keys in `loaded`, those whose load failed. Their `PortOutput` says so, or they compute it again."""
+        """The keys whose load has failed since the last call, also named by `loaded`. They, and requests that shared
+        their blocks, end with `finish="error"` in the same step; no prefix that was known before is any more.
+        """
 
     @property
     def held_blocks(self) -> int:
@@ -224,18 +226,3 @@ class EnginePort(Protocol):
 
     def close(self) -> None:
         """End the engine and its ranks. Idempotent."""
-
-
-# Most steps that freeing takes: each step frees what ended before it.
-MAX_SETTLING_STEPS = 16
-
-
-def settle_port(port: EnginePort) -> None:
-    """Let vLLM free what requests that have ended still hold: its ranks hear of ends in the next step.
-
-    All requests must have ended. Raises as `EnginePort.step`.
-    """
-    for _ in range(MAX_SETTLING_STEPS):
-        if not port.has_work:
-            return
-        port.step()

@@ -64,7 +64,8 @@ class VllmPort:
         self._scheduler = core.scheduler
         # The connector's part in the scheduler (`vllm_worker.exchange.KvExchange`); None: no KV is handed over.
         self.exchange: KvExchange | None = getattr(core.scheduler.connector, "exchange", None)
-        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self._cache = core.scheduler.kv_cache_manager
+        self._pool = self._cache.block_pool
         self._tasks = core.get_supported_tasks()
         self._make_sampling, self._make_grammar = SamplingParams, StructuredOutputsParams
         self._make_tokens: Callable[..., Any] = tokens_input
@@ -143,6 +144,8 @@ class VllmPort:
         if self._lost:
             raise DeviceLost(self._lost[0])
         outputs, executed = self._core.step_fn()
+        if self.exchange is not None:
+            self.exchange.raise_error()
         self._core.post_step(executed)
         self._idle = not executed
         batches = list((outputs or {}).values())
@@ -153,13 +156,13 @@ class VllmPort:
 
     @property
     def has_work(self) -> bool:
-        """See `EnginePort.has_work`."""
-        return bool(self._scheduler.has_requests())
+        """See `EnginePort.has_work`. A step is due when a rank has ended: it raises."""
+        return bool(self._lost) or bool(self._scheduler.has_requests())
 
     @property
     def is_waiting_only(self) -> bool:
         """See `EnginePort.is_waiting_only`. Grammars that are being compiled are waited for, too."""
-        return self._idle and (self.exchange is None or not self.exchange.can_progress)
+        return self._idle and not self._lost and (self.exchange is None or not self.exchange.can_progress)
 
     def saved(self) -> list[SavedKv]:
         """See `EnginePort.saved`."""
@@ -171,7 +174,11 @@ class VllmPort:
 
     def failed_loads(self) -> list[str]:
         """See `EnginePort.failed_loads`."""
-        return [] if self.exchange is None else self.exchange.take_failed_loads()
+        failed = [] if self.exchange is None else self.exchange.take_failed_loads()
+        if failed:
+            # vLLM ends all requests that share these blocks, but what they computed after them keeps its name.
+            self._cache.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        return failed
 
     @property
     def held_blocks(self) -> int:
@@ -294,5 +301,6 @@ def read_prompt_logprobs(tensors: Any, prompt: list[int]) -> list[Logprob | None
 
 
 def _logprob(ids: list[int], values: list[float]) -> Logprob:
-    floored = [max(value, LOWEST_LOGPROB) for value in values]
+    # Not a number is less than nothing.
+    floored = [value if value > LOWEST_LOGPROB else LOWEST_LOGPROB for value in values]
     return Logprob(ids[0], floored[0], list(zip(ids[1:], floored[1:], strict=True)))

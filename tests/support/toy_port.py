@@ -202,6 +202,8 @@ class ToyPort:
         self._counts = PortCounts()
         self._numbers = count()
         self._idle = False
+        # Whether a request has ended since the last step began: as in vLLM, ranks hear of it in the next one.
+        self._ended = False
         self._parts: list[ComputedPart] = []
 
     def attach_buffer(self, buffer: TransferBuffer) -> None:
@@ -232,6 +234,7 @@ class ToyPort:
     def _end(self, one: _Running, saved: bool) -> None:
         """A request is over: its blocks are free, or held until they were saved."""
         (self._running if one in self._running else self._waiting).remove(one)
+        self._ended = True
         if self.exchange.finish(one.name, one.blocks, saved):
             self._held[one.name] = one.blocks
         else:
@@ -241,6 +244,7 @@ class ToyPort:
 
     def step(self) -> list[PortOutput]:
         """See `EnginePort.step`."""
+        self._ended = False
         scheduled = self._schedule()
         parts = [ComputedPart(one.request.key, one.computed, tokens) for one, tokens in scheduled]
         plan = self.exchange.plan_step(
@@ -249,6 +253,8 @@ class ToyPort:
         self._copies.begin_step(plan)
         self._copies.load()
         invalid = self._copies.take_invalid()
+        if invalid:
+            self.pool.forget_all()
         outputs = [self._run(one, tokens, invalid) for one, tokens in scheduled]
         freed = self._copies.take_ended()
         for name in freed & self._held.keys():
@@ -309,15 +315,20 @@ class ToyPort:
         for block in known:
             self.pool.share(block)
         one.blocks = known + self.pool.take(needed)
+        # As in vLLM, whole blocks have their names before their KV is there.
+        self._name_blocks(one, max(local + loaded, computed + tokens))
         self.exchange.begin_load(one.name, one.blocks, loaded)
         one.computed = computed
         if one.cached is None:
             one.cached = local
-            self._note(
-                prefix_queries=self._counts.prefix_queries + len(one.tokens),
-                prefix_hits=self._counts.prefix_hits + local,
-            )
+            queries, hits = self._counts.prefix_queries + len(one.tokens), self._counts.prefix_hits + local
+            self._note(prefix_queries=queries, prefix_hits=hits)
         return tokens
+
+    def _name_blocks(self, one: _Running, tokens: int) -> None:
+        """The whole blocks of the first `tokens` tokens can be found by their prefixes."""
+        for prefix, block in zip(self._prefixes(one, tokens // CHUNK_TOKENS), one.blocks, strict=False):
+            self.pool.name(prefix, block)
 
     def _find_prefix(self, one: _Running) -> list[int]:
         """The blocks that have the beginning of a request already, but for its last token."""
@@ -340,16 +351,14 @@ class ToyPort:
 
     def _run(self, one: _Running, tokens: int, invalid: set[int]) -> PortOutput | None:
         """Compute so many tokens of a request, whose KV before them must not be in `invalid` blocks."""
-        for index in range(_num_blocks(one.computed)):
-            if one.blocks[index] in invalid:
-                one.computed = index * CHUNK_TOKENS
-                return None
+        if any(block in invalid for block in one.blocks[: _num_blocks(one.computed)]):
+            self._end(one, saved=False)
+            return PortOutput(one.request.key, [], finish="error", error="its KV could not be loaded")
         for position in range(one.computed, one.computed + tokens):
             before = self._read(one, position - 1) if position else b""
             self._write(one, position, extend_kv(before, one.tokens[position]))
         one.computed += tokens
-        for prefix, block in zip(self._prefixes(one, one.computed // CHUNK_TOKENS), one.blocks, strict=False):
-            self.pool.name(prefix, block)
+        self._name_blocks(one, one.computed)
         return self._draw(one) if one.computed == len(one.tokens) else None
 
     def _draw(self, one: _Running) -> PortOutput:
@@ -390,7 +399,8 @@ class ToyPort:
     @property
     def has_work(self) -> bool:
         """See `EnginePort.has_work`."""
-        return bool(self._running or self._waiting or self._held or self.exchange.can_progress)
+        held = self._running or self._waiting or self._held or self._ended
+        return bool(held) or self.exchange.can_progress
 
     @property
     def is_waiting_only(self) -> bool:
@@ -418,12 +428,8 @@ class ToyPort:
     def counts(self) -> PortCounts:
         """See `EnginePort.counts`."""
         cached = sum(block in self.pool.free for block in self.pool.prefixes.values())
-        self._note(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            used_blocks=self.pool.used,
-            cached_blocks=cached,
-        )
+        running, waiting = len(self._running), len(self._waiting)
+        self._note(running=running, waiting=waiting, used_blocks=self.pool.used, cached_blocks=cached)
         return self._counts
 
     def _note(self, **counts: int) -> None:

@@ -278,22 +278,31 @@ def preempted_sequences_go_on(rig: Rig) -> None:
         assert answer.tokens == rig.run(prompt, greedy(length - 40)).tokens
 
 
-def failed_loads_are_computed_again(rig: Rig) -> None:
-    """KV that cannot be loaded costs time, and no tokens."""
+def failed_loads_can_be_retried(rig: Rig) -> None:
+    """KV that cannot be loaded ends its request, which may be served elsewhere, and no other one gets that KV."""
     prompt = rig.prompt(260, seed=121)
-    alone = rig.run(prompt, greedy(8))
+    longer = prompt + rig.prompt(140, seed=122)
+    alone, longer_alone = rig.run(prompt, greedy(8)), rig.run(longer, greedy(8))
     first = rig.sequence(prompt, greedy(8), hold_kv=True)
     begun = rig.add(first)
     rig.drive()
     _, saved = rig.saved.pop(first.key)
-    second = rig.sequence(prompt, greedy(8), output=begun.tokens)
+    second = rig.sequence(prompt, greedy(8), output=begun.tokens, scope=SCOPE)
     # A slab is missing from the plan.
     short = SavedKv(saved.key, saved.slabs[:-1], saved.num_tokens)
     rest = rig.adopt(second, short)
+    # These find the blocks of the load under its prefix, in the same step or later.
+    beside = [rig.add(rig.sequence(longer, greedy(8), scope=SCOPE)) for _ in range(2)]
     rig.drive()
     rig.buffer.give_back(saved.slabs[-1:], saved.key)
     assert rig.failed_loads.pop() == second.key
-    assert begun.tokens + rest.tokens == alone.tokens
+    assert (rest.failed, rest.tokens) == ("transfer_failed", [])
+    for answer in beside:
+        assert answer.failed == "transfer_failed" or answer.tokens == longer_alone.tokens
+    again = rig.run(prompt, greedy(8), output=begun.tokens, scope=SCOPE)
+    assert begun.tokens + again.tokens == alone.tokens
+    for _ in range(2):
+        assert rig.run(longer, greedy(8), scope=SCOPE).tokens == longer_alone.tokens
 
 
 def a_full_buffer_is_waited_for(rig: Rig) -> None:
@@ -335,7 +344,8 @@ def priorities_come_first(rig: Rig) -> None:
 def what_cannot_be_served_is_refused(rig: Rig) -> None:
     """With a code and a reason, and nothing is held for it."""
     longest = rig.port.facts.max_model_len
-    expect_refusal(lambda: rig.add(rig.sequence([7] * longest, greedy(1))), "internal_error")
+    expect_refusal(lambda: rig.add(rig.sequence([7] * longest, greedy(1))), "unsupported_parameter")
+    expect_refusal(lambda: rig.add(rig.sequence([7] * (longest + 1), greedy(1))), "internal_error")
     expect_refusal(lambda: rig.add(rig.sequence([], greedy(1))), "internal_error")
     full = rig.sequence([7, 8], greedy(2), output=[1, 2])
     expect_refusal(lambda: rig.add(full), "internal_error")
@@ -401,7 +411,7 @@ BEHAVIOURS: dict[str, Callable[[Rig], None]] = {
         deadlines_end_sequences,
         prefixes_are_shared_within_a_scope,
         preempted_sequences_go_on,
-        failed_loads_are_computed_again,
+        failed_loads_can_be_retried,
         a_full_buffer_is_waited_for,
         priorities_come_first,
         what_cannot_be_served_is_refused,

@@ -18,7 +18,7 @@ ON_TWO_RANKS = (
     "tokens_are_those_of_one_engine",
     "aborts_free_everything",
     "prefixes_are_shared_within_a_scope",
-    "failed_loads_are_computed_again",
+    "failed_loads_can_be_retried",
     "a_storm_leaves_nothing",
 )
 # What prefill in parts could break.

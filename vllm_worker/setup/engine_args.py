@@ -51,6 +51,8 @@ _FIXED = {
     "skip-tokenizer-init": "grammars need the tokenizer",
     "scheduler-cls": "the connector needs vLLM's own scheduler",
     "worker-cls": "the connector needs vLLM's own workers",
+    "config": "each flag is checked, and a file's would not be",
+    "help": "it is no setting",
     "disable-log-stats": "the worker's statistics come from vLLM's",
     "enable-logging-iteration-details": "the worker's statistics come from vLLM's",
 }
@@ -88,7 +90,10 @@ _SHORT = {
     "-n": "nnodes",
     "-sc": "speculative-config",
     "-dc": "diffusion-config",
+    "-h": "help",
 }
+# Flags that change neither KV nor tokens, or that nobody else may see.
+_PRIVATE = {"enforce-eager", "download-dir", "hf-token", "log-level", "log-config-file", "logging-config"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,17 @@ def check_vllm_args(args: Sequence[str]) -> None:
             raise ConfigError(shown, why, "leave it out; docs/engines.md has what is supported")
 
 
+def kv_arguments(args: Sequence[str]) -> str:
+    """Those of the user's `--vllm-args` that may change KV: workers where they differ exchange none."""
+    kept, skips = list[str](), False
+    for argument in args:
+        if name := flag_name(argument):
+            skips = name in _PRIVATE
+        if not skips:
+            kept.append(argument)
+    return " ".join(kept)
+
+
 def chunks_prompts(options: EngineOptions, is_cpu: bool) -> bool:
     """Whether long prompts are prefilled in parts."""
     for argument in reversed(options.vllm_args):
@@ -188,12 +204,13 @@ def build_arguments(options: EngineOptions, is_cpu: bool) -> list[str]:
 def connector_config(extra: dict[str, Any]) -> dict[str, Any]:
     """vLLM's configuration of our connector, with what only the connector reads.
 
-    A load that fails is computed again: the KV was verified before, so it is this process that has failed.
+    A load that fails ends its request, which another attempt can serve: were it computed again, blocks with wrong KV
+    would stay under the names of prefixes meanwhile.
     """
     return {
         "kv_connector": CONNECTOR_CLASS,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": extra,
     }

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.errors import ModelError
+from diptych.errors import ConfigError, ModelError
 from vllm_worker.port import PortFacts
 
 ENGINES_PAGE = "docs/engines.md has what is supported"
+# vLLM's kinds of KV in which a request's blocks hold all its tokens.
+WHOLE_KV = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 
 def check_model(model: Any) -> None:
@@ -41,6 +43,43 @@ def check_blocks(config: Any) -> None:
         )
 
 
+def check_options(config: Any, ranks: int, is_chunked: bool) -> None:
+    """Check in vLLM's `VllmConfig` what must hold, however it was asked for.
+
+    Raises:
+        ConfigError: the engine would be split, drafted for or scheduled in a way that is not supported.
+    """
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    for wrong, what in (
+        (parallel.pipeline_parallel_size != 1, "pipeline parallelism"),
+        (parallel.data_parallel_size != 1, "data parallelism"),
+        (bool(parallel.enable_expert_parallel), "expert parallelism"),
+        (parallel.world_size != ranks, f"{parallel.world_size} ranks instead of {ranks}"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (config.lora_config is not None, "LoRA adapters"),
+        (bool(scheduler.async_scheduling), "asynchronous scheduling"),
+        (bool(scheduler.enable_chunked_prefill) != is_chunked, "another way to prefill prompts"),
+    ):
+        if wrong:
+            raise ConfigError(f"vLLM was asked for {what}", "workers of vLLM do not support it", ENGINES_PAGE)
+
+
+def check_kind(spec: Any) -> None:
+    """Check vLLM's `KVCacheSpec` of the only group. Raises ModelError if its blocks do not hold every token."""
+    layers = getattr(spec, "kv_cache_specs", None) or {"": spec}
+    if others := sorted({type(one).__name__ for one in layers.values()} - WHOLE_KV):
+        why = f"vLLM keeps it as {' and '.join(others)}, which drops or shares blocks"
+        raise ModelError("KV of this kind was never handed over", why, ENGINES_PAGE)
+
+
+def check_ranks(errors: list[str]) -> None:
+    """Check that every rank can copy its blocks; `errors` has a text of each. Raises ModelError."""
+    for rank, error in enumerate(errors):
+        if error:
+            what = f"rank {rank} cannot find its KV in vLLM's memory"
+            raise ModelError(what, error, f"try another --attention-backend; {ENGINES_PAGE}")
+
+
 def read_worker_facts(worker: Any) -> dict[str, str]:
     """Runs in a rank: the names of the attention backends of its layers, and the device's name."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
@@ -48,8 +87,8 @@ def read_worker_facts(worker: Any) -> dict[str, str]:
     return {"attention": "+".join(sorted(kinds))}
 
 
-def read_facts(core: Any, version: str, is_cpu: bool) -> PortFacts:
-    """The facts of a running engine; `core` is vLLM's `EngineCore`.
+def read_facts(core: Any, version: str, is_cpu: bool, arguments: str) -> PortFacts:
+    """The facts of a running engine; `core` is vLLM's `EngineCore`, `arguments` the user's own that may change KV.
 
     Raises:
         ModelError: its KV is in several groups, or in blocks of another size.
@@ -64,10 +103,13 @@ def read_facts(core: Any, version: str, is_cpu: bool) -> PortFacts:
         raise ModelError(
             f"vLLM has blocks of {spec.block_size} tokens, not of {CHUNK_TOKENS}", "", ENGINES_PAGE
         )
+    check_kind(spec)
     attention = {facts["attention"] for facts in core.collective_rpc(read_worker_facts)}
     connector = core.scheduler.connector
     parts = () if connector is None else tuple(connector.layer_parts())
     model = config.model_config
+    # The second one cuts prompts even where the first one is off.
+    cuts = bool(scheduler.enable_chunked_prefill or scheduler.long_prefill_token_threshold)
     return PortFacts(
         version=version,
         attention_backend="+".join(sorted(attention)),
@@ -83,13 +125,14 @@ def read_facts(core: Any, version: str, is_cpu: bool) -> PortFacts:
         max_num_seqs=scheduler.max_num_seqs,
         parts=parts,
         seeds_by_position=bool(config.use_v2_model_runner),
-        chunks_seeded=not (is_cpu and scheduler.enable_chunked_prefill) or bool(config.use_v2_model_runner),
+        chunks_seeded=not (is_cpu and cuts) or bool(config.use_v2_model_runner),
         identity={
             "kv dtype": str(config.cache_config.cache_dtype),
             "kv layout": str(kv.kv_cache_layout),
             "kv spec": type(spec).__name__,
             "quantization": str(model.quantization),
             "architectures": "+".join(model.architectures),
+            "arguments": arguments,
         },
     )
 

@@ -132,7 +132,11 @@ USED_NAMES: dict[str, tuple[str, ...]] = {
         "KVConnectorBase_V1.get_block_ids_with_load_errors",
         "KVConnectorBase_V1.build_connector_worker_meta",
     ),
-    "vllm.v1.core.kv_cache_manager": ("KVCacheManager.get_block_ids", "KVCacheBlocks.get_block_ids"),
+    "vllm.v1.core.kv_cache_manager": (
+        "KVCacheManager.get_block_ids",
+        "KVCacheManager.evict_blocks",
+        "KVCacheBlocks.get_block_ids",
+    ),
     "vllm.v1.core.sched.output": (
         "SchedulerOutput.num_scheduled_tokens",
         "SchedulerOutput.scheduled_new_reqs",

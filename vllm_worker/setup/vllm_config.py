@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from diptych.errors import ConfigError, DiptychError, ModelError, raise_if_lost
 from diptych.request import Grammar, SamplingParams
 from vllm_worker.port import PortRefused, PortRequest
-from vllm_worker.setup.engine_args import EngineOptions, build_arguments, chunks_prompts
-from vllm_worker.setup.model_facts import check_blocks, check_model, read_facts
+from vllm_worker.setup.engine_args import EngineOptions, build_arguments, chunks_prompts, kv_arguments
+from vllm_worker.setup.model_facts import check_blocks, check_model, check_options, check_ranks, read_facts
 from vllm_worker.vllm_port import VllmPort
 
 log = logging.getLogger(__name__)
@@ -90,15 +90,21 @@ def create_config(options: EngineOptions) -> Any:
                 fix = "vLLM's flags are listed by: vllm serve --help=all"
                 raise ConfigError("vLLM does not accept --vllm-args", message, fix)
 
+            def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+                self.error(message or "a flag ends vLLM's parser")
+
         is_cpu = is_cpu_build()
-        parser = EngineArgs.add_cli_args(Parser(prog="--vllm-args"))
+        parser = EngineArgs.add_cli_args(Parser(prog="--vllm-args", allow_abbrev=False))
         args = EngineArgs.from_cli_args(parser.parse_args(build_arguments(options, is_cpu)))
         model = args.create_model_config()
         check_model(model)
         if not chunks_prompts(options, is_cpu):
-            args.max_num_batched_tokens = max(int(model.max_model_len), options.max_num_batched_tokens)
+            # The longest prompt fits beside all that decode.
+            longest = int(model.max_model_len) + options.max_num_seqs
+            args.max_num_batched_tokens = max(longest, options.max_num_batched_tokens)
         config = args.create_engine_config()
         check_blocks(config)
+        check_options(config, options.tp, chunks_prompts(options, is_cpu))
         return config
 
 
@@ -116,6 +122,8 @@ def open_vllm(options: EngineOptions) -> VllmPort:
         from vllm.v1.engine.input_processor import InputProcessor
         from vllm.v1.executor import Executor
 
+        from vllm_worker.connector import find_copy_error
+
         lost: list[str] = []
         core = EngineCore(
             vllm_config=config,
@@ -124,7 +132,8 @@ def open_vllm(options: EngineOptions) -> VllmPort:
             executor_fail_callback=lambda: lost.append("a rank of the worker has ended"),
         )
         try:
-            facts = read_facts(core, str(__version__), is_cpu_build())
+            check_ranks(core.collective_rpc(find_copy_error))
+            facts = read_facts(core, str(__version__), is_cpu_build(), kv_arguments(options.vllm_args))
             port = VllmPort(core, InputProcessor(config), facts, lost)
             warm_up(port)
             return port

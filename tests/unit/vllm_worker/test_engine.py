@@ -9,6 +9,7 @@ import pytest
 
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Output
+from diptych.request import Grammar
 from engine.sequence import Sequence, SequenceRefused
 from engine.step_work import StepWork
 from tests.unit.vllm_worker.fake_port import FACTS, FakePort, sequence
@@ -79,6 +80,37 @@ def test_an_error_ends_only_its_request(engine: VllmEngine, port: FakePort, cloc
     assert isinstance(messages[1], Output) and [seq.id for seq in engine.sequences()] == ["b"]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "begun", "started_s", "code"),
+    [
+        ({}, False, None, "internal_error"),
+        ({"grammar": Grammar("regex", "a")}, False, None, "invalid_grammar"),
+        ({"grammar": Grammar("regex", "a")}, False, 99.0, "internal_error"),
+        ({"grammar": Grammar("regex", "a")}, True, None, "internal_error"),
+    ],
+)
+def test_only_a_grammar_that_never_started_does_not_compile(
+    engine: VllmEngine, port: FakePort, clock: Clock, sampling: Any, begun: bool, started_s: Any, code: str
+) -> None:
+    engine.add(sequence(sampling=sampling), 0.0)
+    if begun:
+        outputs_of(engine, port, clock, PortOutput("r#1", [4]))
+    (message,) = outputs_of(engine, port, clock, PortOutput("r#1", [], finish="error", started_s=started_s))
+    assert isinstance(message, Failed) and message.code == code
+
+
+def test_errors_of_a_step_with_a_failed_load_can_be_retried(
+    engine: VllmEngine, port: FakePort, clock: Clock
+) -> None:
+    engine.adopt(sequence("a", output=[6]), LoadPlan((3, 5), 100), 90.0)
+    engine.add(sequence("b"), 90.0)
+    port.loaded_keys, port.failed_keys = ["a#1"], ["a#1"]
+    ends = [PortOutput(key, [], finish="error", error="?") for key in ("a#1", "b#1")]
+    messages = outputs_of(engine, port, clock, *ends)
+    assert [one.code for one in messages if isinstance(one, Failed)] == ["transfer_failed"] * 2
+    assert engine.take_loaded() == [("a#1", True)]
+
+
 def test_refusals_keep_their_code(engine: VllmEngine, port: FakePort) -> None:
     port.refusal = PortRefused("invalid_grammar", "no", "because")
     with pytest.raises(SequenceRefused) as refused:
@@ -90,7 +122,7 @@ def test_refusals_keep_their_code(engine: VllmEngine, port: FakePort) -> None:
 def test_limits_are_checked_before_vllm_is_asked(port: FakePort, clock: Clock) -> None:
     engine = VllmEngine(port, clock, max_waiting=2, max_waiting_tokens=250)
     for bad in (
-        sequence(tokens=FACTS.max_model_len),
+        sequence(tokens=FACTS.max_model_len + 1),
         sequence(tokens=0),
         sequence(output=[1] * 8),
         sequence(keep=KeepSpec(0.5)),
@@ -98,6 +130,10 @@ def test_limits_are_checked_before_vllm_is_asked(port: FakePort, clock: Clock) -
         with pytest.raises(SequenceRefused) as refused:
             engine.add(bad, 0.0)
         assert refused.value.code == "internal_error"
+    with pytest.raises(SequenceRefused) as refused:
+        # The client may know better than to ask for it.
+        engine.add(sequence(tokens=FACTS.max_model_len), 0.0)
+    assert refused.value.code == "unsupported_parameter"
     engine.add(sequence("a"), 0.0)
     with pytest.raises(SequenceRefused) as refused:
         engine.add(sequence("b", tokens=200), 0.0)

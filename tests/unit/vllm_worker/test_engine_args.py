@@ -13,6 +13,7 @@ from vllm_worker.setup.engine_args import (
     check_vllm_args,
     chunks_prompts,
     flag_name,
+    kv_arguments,
 )
 
 
@@ -48,6 +49,9 @@ def test_flags_are_recognised_in_every_spelling(argument: str, name: str) -> Non
         "-pp",
         "--speculative-config",
         "--no-enable-prefix-caching",
+        "--config",
+        "--help=all",
+        "-h",
     ],
 )
 def test_what_contradicts_ours_is_refused(argument: str) -> None:
@@ -67,7 +71,7 @@ def test_the_users_flags_come_first() -> None:
     assert pairs["--distributed-executor-backend"] == "uni"
     config = json.loads(pairs["--kv-transfer-config"])
     assert config["kv_connector_module_path"] == "vllm_worker.connector"
-    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_load_failure_policy"] == "fail"
 
 
 def test_an_engine_without_hand_off_has_no_connector() -> None:
@@ -83,6 +87,11 @@ def test_prompts_are_whole_on_cpus_unless_asked() -> None:
     assert "--no-enable-chunked-prefill" in build_arguments(plain, is_cpu=True)
     assert "--max-num-batched-tokens" not in build_arguments(plain, is_cpu=True)
     assert "--max-num-batched-tokens" in build_arguments(asked, is_cpu=True)
+
+
+def test_only_arguments_that_may_change_kv_tell_workers_apart() -> None:
+    args = ["--enforce-eager", "--hf-token", "secret", "--quantization", "fp8", "--hf-token=secret"]
+    assert kv_arguments([*args, "--hf-overrides", "{}"]) == "--quantization fp8 --hf-overrides {}"
 
 
 def test_several_ranks_are_processes() -> None:

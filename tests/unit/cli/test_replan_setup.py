@@ -178,7 +178,7 @@ def test_workers_that_an_earlier_replanner_had_started_are_steered_too(
     config = loaded({"replan_budget": "4", "replan_profile": str(profile)}).config
     replan = ReplanSession.from_settings(config, MODEL, None)
     assert replan is not None
-    gateway = SimpleNamespace(admin_key="a", status_key=None, num_prefill=1)
+    gateway = SimpleNamespace(admin_key="a", status_key=None, num_prefill=1, ssl_certfile=None)
     what: Any = SimpleNamespace(workers=(), gateway=gateway)
     plant: Any = SimpleNamespace(
         started_roles={"prefill-0": "prefill", "decode-0": "decode", "decode-7": "decode"}

@@ -33,7 +33,8 @@ from kvcache.allocator import KvAllocator
 from kvcache.layout import KvLayout
 from kvcache.prefix_tree import PrefixTree, chunk_keys, root_key
 from kvcache.slab_ledger import SlabLedger
-from kvtransfer.resharding import unsharded_pool
+from kvtransfer.resharding import ShardedPool, unsharded_pool
+from kvtransfer.transfer_buffer import TransferBuffer
 from services.worker import role_lifecycle
 from tests.unit.engine.fakes import FakeRunner, FakeSampler
 from tests.unit.worker.fake_role import FakeGatewayLink, FakeRole
@@ -167,6 +168,12 @@ def test_an_unknown_role_changes_nothing(line: FakeGatewayLink, shell: WorkerLoo
     assert not shell.is_over and not shell.latest_stats.stats.draining
 
 
+def made_parts(pool: ShardedPool, engine: Any = None, **fields: Any) -> role_lifecycle.WorkerParts:
+    """The parts of a worker whose pool is in no shared memory; without `engine` it computes nothing."""
+    known: dict[str, Any] = {"kv": None, "fingerprint": "f", "identity": {}, "max_model_len": 192} | fields
+    return role_lifecycle.WorkerParts(engine=engine, pool=pool, memories=[], close=lambda: None, **known)
+
+
 def test_a_signal_while_a_worker_changes_pools_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +197,7 @@ def test_a_signal_while_a_worker_changes_pools_ends_it(
     pool = unsharded_pool(
         KvLayout(layers=1, kv_heads=1, head_dim=2, dtype="float32"), memoryview(bytearray(2048))
     )
-    parts: Any = SimpleNamespace(pool=pool, memories=[], close=lambda: None, tune_for=roles.append)
+    parts = made_parts(pool, tune_for=roles.append)
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir=str(tmp_path), model="")
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -224,10 +231,9 @@ def test_kv_of_two_codecs_never_meets_in_a_tree(line: FakeGatewayLink, role: Fak
 def test_a_worker_says_which_class_of_kv_it_has(codec: str) -> None:
     layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32", codec=codec)
     pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
-    parts: Any = SimpleNamespace(
-        pool=pool, kv=KvAllocator(SlabLedger(3)), layout=layout, fingerprint="f", identity={},
-        max_model_len=192, kv_losses={"int4.g2": 0.5}, kv_auto=True, keep_classes=("raw",), buffer=None,
-    )  # fmt: skip
+    parts = made_parts(
+        pool, kv=KvAllocator(SlabLedger(3)), kv_losses={"int4.g2": 0.5}, kv_auto=True, keep_classes=("raw",)
+    )
     spec = WorkerSpec(worker="w", role="decode", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(parts=parts, spec=spec, role="decode")
     hello = role_lifecycle.make_hello(life, {})
@@ -243,14 +249,13 @@ def test_two_steps_of_prompts_may_wait_at_a_worker_on_a_device(saturation: int, 
     layout = KvLayout(layers=2, kv_heads=1, head_dim=2, dtype="float32")
     pool = unsharded_pool(layout, memoryview(bytearray(3 * layout.chunk_bytes)))
     limits = EngineLimits(3, 192, 256, 4096, saturation_tokens=saturation)
-    parts: Any = SimpleNamespace(
-        pool=pool, kv=KvAllocator(SlabLedger(9)), layout=layout, fingerprint="f", identity={}, max_model_len=192,
-        kv_losses={}, kv_auto=False, keep_classes=(), buffer=object(),
-        engine=SimpleNamespace(scheduler=Scheduler(limits)),
-    )  # fmt: skip
+    kv, buffer = KvAllocator(SlabLedger(9)), TransferBuffer(layout, layout.chunk_bytes)
+    engine = Engine(FakeRunner(9), Scheduler(limits), kv, FakeSampler())
+    parts = made_parts(pool, engine, kv=kv, buffer=buffer)
     spec = WorkerSpec(worker="w", role="prefill", gateway="", keys_dir="", model="")
     life: Any = SimpleNamespace(parts=parts, spec=spec, role="prefill")
     hello = role_lifecycle.make_hello(life, {})
+    buffer.close()
     assert (hello.block_tokens, hello.block_sequences, hello.num_slabs) == (waiting, 0, 9)
 
 

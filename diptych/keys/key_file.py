@@ -91,7 +91,7 @@ def read_key_file(
 def _parse_yaml(text: str, file: Path) -> Any:
     """The tree of a file. Raises ConfigError, without a word of the file, if it is not YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}" if mark else "somewhere"

@@ -29,7 +29,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from vllm_worker.blocks import find_regions, layer_parts
-from vllm_worker.exchange import KvExchange, ScheduledTokens, StepPlan, StepResults
+from vllm_worker.exchange import CopyPlan, KvExchange, ScheduledTokens, StepResults
 from vllm_worker.port import LayerPart, LoadPlan
 from vllm_worker.rank_copies import FailedCopies, RankCopies
 
@@ -63,7 +63,7 @@ def find_copy_error(worker: Any) -> str:
 class PlanMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """A step's plan on its way to the ranks."""
 
-    plan: StepPlan
+    plan: CopyPlan
 
 
 @dataclass
@@ -120,7 +120,7 @@ class DiptychConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """A request has got its blocks: its load begins with the next plan."""
         self.exchange.begin_load(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_never_raise(lambda: PlanMetadata(StepPlan()))
+    @_never_raise(lambda: PlanMetadata(CopyPlan()))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The plan of the step that is about to run."""
         return PlanMetadata(self.exchange.plan_step(self._read_scheduled(scheduler_output)))

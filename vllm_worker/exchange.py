@@ -33,7 +33,7 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class CopyPlan:
     """What each rank does in one step: `zeroed` blocks and saves first, then loads, then the forward.
 
     `dropped` are requests whose KV is not saved after all, so that their blocks are free.
@@ -215,7 +215,7 @@ class KvExchange:
 
     # ---- steps
 
-    def plan_step(self, scheduled: Iterable[ScheduledTokens] = ()) -> StepPlan:
+    def plan_step(self, scheduled: Iterable[ScheduledTokens] = ()) -> CopyPlan:
         """What the ranks do in the step that runs `scheduled`. Saves that fit take their slabs, first come first."""
         zeroed = tuple(block for tokens in scheduled for block in self._new_partial_block(tokens))
         saves = []
@@ -224,7 +224,7 @@ class KvExchange:
             self._queue.popleft()
         loads, self._loads = tuple(self._loads), []
         dropped, self._dropped = tuple(self._dropped), []
-        return StepPlan(self._address, zeroed, tuple(saves), loads, dropped)
+        return CopyPlan(self._address, zeroed, tuple(saves), loads, dropped)
 
     def _new_partial_block(self, tokens: ScheduledTokens) -> Iterable[int]:
         """The block that a step begins to fill and that its request will never fill, if its KV will be saved.

@@ -54,7 +54,7 @@ class SaveFailed(TransferError):
 
 
 @dataclass(slots=True, eq=False)
-class OutgoingKv:
+class OfferedSave:
     """KV that leaves through the buffer. `seq` is None if it is not wanted any more."""
 
     key: str
@@ -77,7 +77,7 @@ class _Shared:
     ledger: LeaseLedger
     lock: threading.Lock = field(default_factory=threading.Lock)
     # By the key of the attempt: KV that is copied, hashed or under lease.
-    outgoing: dict[str, OutgoingKv] = field(default_factory=dict)
+    outgoing: dict[str, OfferedSave] = field(default_factory=dict)
 
 
 class VllmPrefillRole:
@@ -163,13 +163,13 @@ class VllmPrefillRole:
         seq = next((one for one in self.engine.sequences() if one.key == saved.key), None)
         if seq is not None:
             seq.slabs, seq.computed = list(saved.slabs), saved.num_tokens
-        outgoing = OutgoingKv(saved.key, saved.slabs, seq, owner=saved.key)
+        outgoing = OfferedSave(saved.key, saved.slabs, seq, owner=saved.key)
         with self._shared.lock:
             self._shared.outgoing[saved.key] = outgoing
         self.buffer.count_copies(len(saved.slabs))
         self._tasks.add_task(self._offer_task(outgoing, number))
 
-    def _offer_task(self, outgoing: OutgoingKv, number: int) -> CoopTask[None]:
+    def _offer_task(self, outgoing: OfferedSave, number: int) -> CoopTask[None]:
         """The thread's part: wait for the copies of all ranks, hash the slabs, then lease and offer them."""
         pause_s, made = MIN_POLL_S, self.exchange.is_saved(outgoing.slabs, number)
         while made is None and not outgoing.is_lost:
@@ -193,7 +193,7 @@ class VllmPrefillRole:
         # The engine's thread does the rest.
         self.link.wake_poll()
 
-    def _lease_and_offer(self, outgoing: OutgoingKv, payloads: list[bytes]) -> None:
+    def _lease_and_offer(self, outgoing: OfferedSave, payloads: list[bytes]) -> None:
         """Sign the ticket, lease the slabs and send the offer, unless it is not wanted any more.
 
         Raises DiptychError or ValueError. The lock is held.

@@ -14,7 +14,7 @@ import torch
 
 from vllm_worker.blocks import BlockRegion, RankBlocks
 from vllm_worker.buffer import MappedBuffer
-from vllm_worker.exchange import BlockCopies, StepPlan, StepResults
+from vllm_worker.exchange import BlockCopies, CopyPlan, StepResults
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class FailedCopies:
         self._invalid: set[int] = set()
         self._ended: set[str] = set()
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: CopyPlan) -> None:
         """Fail all that `plan` asks for."""
         for copies in (*plan.saves, *plan.loads):
             self._failed.add(copies.number)
@@ -68,9 +68,9 @@ class RankCopies(FailedCopies):
         self._blocks = self._make_blocks(torch.empty((0, (rank + 1) * part_bytes), dtype=torch.uint8))
         self._mapped: MappedBuffer | None = None
         self._rank, self._device = rank, cache.device
-        self._plan = StepPlan()
+        self._plan = CopyPlan()
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: CopyPlan) -> None:
         """Zero blocks and make the saves of `plan`, before anything of its step is computed."""
         self._plan = plan
         if plan.buffer is not None:
@@ -82,14 +82,14 @@ class RankCopies(FailedCopies):
 
     def load(self) -> None:
         """Make the loads of the step's plan; repeated calls do nothing."""
-        loads, self._plan = self._plan.loads, StepPlan()
+        loads, self._plan = self._plan.loads, CopyPlan()
         for copies in loads:
             if not self._attempt("load KV", lambda one=copies: self._load(one)):  # type: ignore[misc]
                 self._failed.add(copies.number)
                 self._invalid.update(copies.blocks)
                 self._attempt("zero blocks", lambda one=copies: self._blocks.zero(one.blocks))  # type: ignore[misc]
 
-    def _map(self, plan: StepPlan) -> None:
+    def _map(self, plan: CopyPlan) -> None:
         """Open the buffer, if it is not the one that is open. Raises OSError or ValueError."""
         address = plan.buffer
         if address is None or (self._mapped is not None and self._mapped.address == address):

@@ -108,6 +108,7 @@ USED_NAMES: dict[str, tuple[str, ...]] = {
         "ModelConfig.get_head_size",
         "ModelConfig.use_mla",
     ),
+    "vllm.distributed.kv_transfer": ("get_kv_transfer_group",),
     "vllm.distributed.parallel_state": ("get_tensor_model_parallel_rank",),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "KVConnectorMetadata",

@@ -11,7 +11,7 @@ import torch
 from kvtransfer.transfer_buffer import TransferBuffer
 from vllm_worker.blocks import BlockRegion
 from vllm_worker.buffer import SaveMarks, slab_layout
-from vllm_worker.exchange import BlockCopies, KvExchange, ScheduledTokens, StepPlan
+from vllm_worker.exchange import BlockCopies, CopyPlan, KvExchange, ScheduledTokens
 from vllm_worker.port import LoadPlan
 from vllm_worker.rank_copies import FailedCopies, RankCopies
 
@@ -37,7 +37,7 @@ class TwoRanks:
         """Run a step's plan on both ranks."""
         self.run(self.exchange.plan_step(scheduled))
 
-    def run(self, plan: StepPlan) -> set[int]:
+    def run(self, plan: CopyPlan) -> set[int]:
         for rank in self.ranks:
             rank.begin_step(plan)
             rank.load()

@@ -201,20 +201,20 @@ class KvFetcher:
         return TicketArrived(ticket, payloads)
 
     def _copy_ready(
-        self, arrival: KvArrival, early: PipelinedPull, stopped: Callable[[], bool]
+        self, arrival: KvArrival, pull: PipelinedPull, stopped: Callable[[], bool]
     ) -> CoopTask[float]:
         while arrival.hints:
-            early.add_hint(arrival.hints.popleft())
-        if not early.worker:
+            pull.add_hint(arrival.hints.popleft())
+        if not pull.worker:
             return UNTIL_WOKEN
         began_s = self._clock()
         try:
-            lane = self.links.connection_to(early.worker, early.incarnation)
-            pause_s = yield from early.copy_ready(lane, stopped)
+            lane = self.links.connection_to(pull.worker, pull.incarnation)
+            pause_s = yield from pull.copy_ready(lane, stopped)
         except HandoffAborted:
             raise
         except TransferError:  # copies before the ticket are optional
-            early.drop_chunks()
+            pull.drop_chunks()
             return UNTIL_WOKEN
         if pause_s == RUN_NOW:
             self._record_copied(arrival, began_s)

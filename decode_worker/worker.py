@@ -132,17 +132,17 @@ class DecodeWorker:
                     "internal_error", f"a decode worker cannot serve {type(order).__name__}"
                 )
 
-    def _await_room(self, order: Admit, seq: Sequence, now_s: float) -> None:
+    def _await_room(self, admit: Admit, seq: Sequence, now_s: float) -> None:
         self.engine.decisions.check_runner(seq)
         # With a ticket, the last token is the first decode input and has no KV, unless the first token was deferred.
         # Without a ticket it is not there yet.
-        num_tokens, evicts = seq.total - bool(order.ticket and order.output), seq.keep.evicts
+        num_tokens, evicts = seq.total - bool(admit.ticket and admit.output), seq.keep.evicts
         if evicts:
             num_tokens = decision_tokens(len(seq.prompt), num_tokens)
         # A recalled request waits for its ticket.
-        arrival = KvArrival(seq, num_tokens, now_s, recalled=evicts and not order.ticket)
-        if order.ticket:
-            self._accept_ticket(arrival, order.ticket, now_s)
+        arrival = KvArrival(seq, num_tokens, now_s, recalled=evicts and not admit.ticket)
+        if admit.ticket:
+            self._accept_ticket(arrival, admit.ticket, now_s)
         self._admission.enqueue(arrival)
 
     def _accept_ticket(self, arrival: KvArrival, raw: bytes, now_s: float) -> None:

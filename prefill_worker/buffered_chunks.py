@@ -136,13 +136,15 @@ class BufferedChunks:
                 known.node = None
                 self._settle(known)
 
-    def use_chunks(self, key: str, wanted: Iterable[tuple[int, PrefixNode | None]]) -> list[BufferedChunk]:
+    def use_chunks(
+        self, key: str, wanted_nodes: Iterable[tuple[int, PrefixNode | None]]
+    ) -> list[BufferedChunk]:
         """Let sequence `key` use chunks: their slabs on the device, and the nodes of those in the prefix tree.
 
         Those that are not in the buffer begin to be copied. If there is no room for one, the list ends before it.
         """
         chunks, fresh = list[BufferedChunk](), list[tuple[int, BufferedChunk]]()
-        for source, node in wanted:
+        for source, node in wanted_nodes:
             chunk = self._by_node.get(node) if node is not None else None
             if chunk is None:
                 if (slab := self._take_slab()) is None:
@@ -194,12 +196,12 @@ class BufferedChunks:
             chunk.node = weakref.ref(node, lambda ref: orphans.append((slab, ref)))
         return chunk
 
-    def _begin_copies(self, fresh: Sequence[tuple[int, BufferedChunk]]) -> None:
+    def _begin_copies(self, fresh_chunks: Sequence[tuple[int, BufferedChunk]]) -> None:
         """Copy chunks from these slabs of the device, and let the thread hash them."""
-        chunks = [chunk for _, chunk in fresh]
+        chunks = [chunk for _, chunk in fresh_chunks]
         self.buffer.count_copies(len(chunks))
         self._in_work.update(chunks)
-        batch = self._copies.to_host([(source, chunk.slab) for source, chunk in fresh])
+        batch = self._copies.to_host([(source, chunk.slab) for source, chunk in fresh_chunks])
         for chunk in chunks:
             chunk.batch = batch
         self._thread.add_task(self._hash_task(batch, chunks))

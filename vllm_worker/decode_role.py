@@ -109,16 +109,16 @@ class VllmDecodeRole:
                     "internal_error", f"a decode worker cannot serve {type(order).__name__}"
                 )
 
-    def _admit(self, order: Admit, seq: Sequence, now_s: float) -> None:
+    def _admit(self, admit: Admit, seq: Sequence, now_s: float) -> None:
         # The last token has no KV, unless the first one was deferred. Without a ticket it is not there yet.
-        arrival = KvArrival(seq, seq.total - bool(order.ticket and order.output), now_s)
+        arrival = KvArrival(seq, seq.total - bool(admit.ticket and admit.output), now_s)
         if self._count_slabs(arrival) > self.buffer.num_slabs:
             why = f"the transfer buffer has {self.buffer.num_slabs}"
             raise SequenceRefused(
                 "out_of_memory", f"the request needs {self._count_slabs(arrival)} KV slabs", why
             )
-        if order.ticket:
-            self._accept_ticket(arrival, order.ticket, now_s)
+        if admit.ticket:
+            self._accept_ticket(arrival, admit.ticket, now_s)
             self._waiting[seq.key] = arrival
         else:
             self._expecting[seq.key] = arrival

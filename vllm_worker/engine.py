@@ -249,15 +249,15 @@ class VllmEngine:
 
     def _fail_expired(self, now_s: float) -> list[SequenceOutput]:
         """End the sequences whose deadlines are over."""
-        expired: list[Sequence] = []
+        expired_seqs: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             entry = heapq.heappop(self._deadlines)
             if self._is_due(*entry):
-                expired.append(self._live.pop(entry[1]).seq)
-        if expired:
-            self.port.abort([seq.key for seq in expired])
+                expired_seqs.append(self._live.pop(entry[1]).seq)
+        if expired_seqs:
+            self.port.abort([seq.key for seq in expired_seqs])
             self._wake()
-        return [build_failure(seq, *DEADLINE_FAILURE) for seq in expired]
+        return [build_failure(seq, *DEADLINE_FAILURE) for seq in expired_seqs]
 
     def _take_output(self, output: PortOutput, now_s: float, loads_failed: bool) -> SequenceOutput | None:
         """Advance a sequence by what vLLM did for it. None: it is not here, or there is nothing to report."""

@@ -112,9 +112,9 @@ class KvExchange:
         self._address: BufferAddress | None = None
         self._requests: dict[str, KvRequest] = {}
         # Finished requests that wait for room, with the blocks that they hold.
-        self._queue: deque[tuple[KvRequest, tuple[int, ...]]] = deque()
+        self._waiting_requests: deque[tuple[KvRequest, tuple[int, ...]]] = deque()
         self._dropped: list[str] = []
-        self._loads: list[BlockCopies] = []
+        self._load_copies: list[BlockCopies] = []
         self._step = _StepState()
         self._number = 0
         self._saved: list[SavedKv] = []
@@ -185,7 +185,7 @@ class KvExchange:
         copies = BlockCopies(
             self._next_number(), request, tuple(blocks[first:end]), tuple(plan.slabs[first:end])
         )
-        self._loads.append(copies)
+        self._load_copies.append(copies)
         self._step.loads[copies.number] = known.key
 
     def finish(self, request: str, blocks: Sequence[int], complete: bool) -> bool:
@@ -204,14 +204,14 @@ class KvExchange:
         if self.buffer is None or needed > min(len(blocks), self.buffer.num_slabs):
             self._saved.append(SavedKv(known.key, (), 0))
             return False
-        self._queue.append((known, tuple(blocks[:needed])))
+        self._waiting_requests.append((known, tuple(blocks[:needed])))
         return True
 
     def abort_saves(self, keys: Iterable[str]) -> None:
         """Drop the saves of these requests that still wait for room. Unknown keys are no error."""
         ended = set(keys)
-        self._dropped += [known.request for known, _ in self._queue if known.key in ended]
-        self._queue = deque(entry for entry in self._queue if entry[0].key not in ended)
+        self._dropped += [known.request for known, _ in self._waiting_requests if known.key in ended]
+        self._waiting_requests = deque(entry for entry in self._waiting_requests if entry[0].key not in ended)
 
     # ---- steps
 
@@ -219,10 +219,10 @@ class KvExchange:
         """What the ranks do in the step that runs `scheduled`. Saves that fit take their slabs, first come first."""
         zeroed = tuple(block for tokens in scheduled for block in self._new_partial_block(tokens))
         saves = []
-        while self._queue and (copies := self._begin_save(*self._queue[0])) is not None:
+        while self._waiting_requests and (copies := self._begin_save(*self._waiting_requests[0])) is not None:
             saves.append(copies)
-            self._queue.popleft()
-        loads, self._loads = tuple(self._loads), []
+            self._waiting_requests.popleft()
+        loads, self._load_copies = tuple(self._load_copies), []
         dropped, self._dropped = tuple(self._dropped), []
         return CopyPlan(self._address, zeroed, tuple(saves), loads, dropped)
 
@@ -237,15 +237,15 @@ class KvExchange:
         begins = tokens.start <= index * CHUNK_TOKENS < tokens.start + tokens.count
         return (tokens.blocks[index],) if begins else ()
 
-    def _begin_save(self, known: KvRequest, blocks: tuple[int, ...]) -> BlockCopies | None:
+    def _begin_save(self, request: KvRequest, blocks: tuple[int, ...]) -> BlockCopies | None:
         """The copies of a finished request, whose slabs are taken for its key; None without room."""
         assert self.buffer is not None
         if self.buffer.free < len(blocks):
             return None
-        slabs = tuple(self.buffer.take_free(len(blocks), known.key))
-        copies = BlockCopies(self._next_number(), known.request, blocks, slabs)
-        saved = SavedKv(known.key, slabs, known.num_tokens)
-        self._step.saves[known.request] = (saved, copies.number)
+        slabs = tuple(self.buffer.take_free(len(blocks), request.key))
+        copies = BlockCopies(self._next_number(), request.request, blocks, slabs)
+        saved = SavedKv(request.key, slabs, request.num_tokens)
+        self._step.saves[request.request] = (saved, copies.number)
         self.on_save_begun(saved, copies.number)
         return copies
 
@@ -286,15 +286,15 @@ class KvExchange:
     @property
     def num_waiting(self) -> int:
         """Finished requests whose blocks are held because the buffer has no room for them."""
-        return len(self._queue)
+        return len(self._waiting_requests)
 
     @property
     def can_progress(self) -> bool:
         """Whether a step would copy or free anything. Any thread may ask, of which one changes the queue."""
         try:
-            blocks = self._queue[0][1]
+            blocks = self._waiting_requests[0][1]
         except IndexError:
             first_fits = False
         else:
             first_fits = self.buffer is not None and self.buffer.free >= len(blocks)
-        return bool(first_fits or self._dropped or self._loads or self._step.saves)
+        return bool(first_fits or self._dropped or self._load_copies or self._step.saves)

@@ -169,45 +169,45 @@ class VllmPrefillRole:
         self.buffer.count_copies(len(saved.slabs))
         self._tasks.add_task(self._offer_task(outgoing, number))
 
-    def _offer_task(self, outgoing: OfferedSave, number: int) -> CoopTask[None]:
+    def _offer_task(self, offered: OfferedSave, number: int) -> CoopTask[None]:
         """The thread's part: wait for the copies of all ranks, hash the slabs, then lease and offer them."""
-        pause_s, made = MIN_POLL_S, self.exchange.is_saved(outgoing.slabs, number)
-        while made is None and not outgoing.is_lost:
+        pause_s, made = MIN_POLL_S, self.exchange.is_saved(offered.slabs, number)
+        while made is None and not offered.is_lost:
             yield pause_s
-            pause_s, made = min(2 * pause_s, MAX_POLL_S), self.exchange.is_saved(outgoing.slabs, number)
-        self.buffer.count_copies(-len(outgoing.slabs))
+            pause_s, made = min(2 * pause_s, MAX_POLL_S), self.exchange.is_saved(offered.slabs, number)
+        self.buffer.count_copies(-len(offered.slabs))
         payloads = []
-        for slab in outgoing.slabs if made else ():
+        for slab in offered.slabs if made else ():
             payloads.append(self.buffer.pool.hash_slab(slab, self.issuer.algorithm))
             yield 0.0
         with self._shared.lock:
-            outgoing.is_hashed = True
+            offered.is_hashed = True
             try:
                 if not made:
                     raise SaveFailed("vLLM could not copy the request's KV to the transfer buffer")
-                self._lease_and_offer(outgoing, payloads)
+                self._lease_and_offer(offered, payloads)
             except (DiptychError, ValueError) as error:
-                outgoing.error = error
-                if outgoing.seq is not None:
-                    self._shared.ledger.release_lease(outgoing.seq.id, outgoing.seq.epoch)
+                offered.error = error
+                if offered.seq is not None:
+                    self._shared.ledger.release_lease(offered.seq.id, offered.seq.epoch)
         # The engine's thread does the rest.
         self.link.wake_poll()
 
-    def _lease_and_offer(self, outgoing: OfferedSave, payloads: list[bytes]) -> None:
+    def _lease_and_offer(self, offered: OfferedSave, payloads: list[bytes]) -> None:
         """Sign the ticket, lease the slabs and send the offer, unless it is not wanted any more.
 
         Raises DiptychError or ValueError. The lock is held.
         """
-        seq = outgoing.seq
+        seq = offered.seq
         if seq is None:
             return
-        ticket = self.issuer.sign_ticket(seq, self.buffer.layout, outgoing.slabs, payloads)
+        ticket = self.issuer.sign_ticket(seq, self.buffer.layout, offered.slabs, payloads)
         # The loop ends all older attempts before it begins a new one, so there is no older lease.
-        self._shared.ledger.grant_lease(seq.id, seq.epoch, outgoing.slabs, self._clock())
-        self.buffer.change_owner(outgoing.slabs, outgoing.owner, LEASED_OWNER)
-        outgoing.owner = LEASED_OWNER
-        num_bytes = len(outgoing.slabs) * self.buffer.layout.chunk_bytes
-        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes, len(outgoing.slabs)))
+        self._shared.ledger.grant_lease(seq.id, seq.epoch, offered.slabs, self._clock())
+        self.buffer.change_owner(offered.slabs, offered.owner, LEASED_OWNER)
+        offered.owner = LEASED_OWNER
+        num_bytes = len(offered.slabs) * self.buffer.layout.chunk_bytes
+        self.link.send(Offer(seq.id, seq.epoch, ticket, seq.computed, num_bytes, len(offered.slabs)))
 
     def tend_held(self, now_s: float) -> float | None:
         """End expired leases, and free what nobody reads any more.

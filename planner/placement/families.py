@@ -180,12 +180,16 @@ class FamilySearch:
                 best[key] = placement, rate
         return list(best.values())
 
-    def _add_colocated(self, pairs: Placement, alone: Placement, below: float = math.inf) -> Placement | None:
-        """`pairs` plus as many `alone` instances as fit beside them while their weight stays below `below`; or None."""
+    def _add_colocated(
+        self, pair_placement: Placement, alone: Placement, below: float = math.inf
+    ) -> Placement | None:
+        """That with as many `alone` instances as fit beside it while its weight stays below `below`, or None."""
         problem = self.problem
-        rest = (problem.devices - pairs.devices) // alone.devices
+        rest = (problem.devices - pair_placement.devices) // alone.devices
         while rest > 0:
-            placement = candidates.combine_placements((pairs, candidates.replicate_unit(alone, rest)))
+            placement = candidates.combine_placements(
+                (pair_placement, candidates.replicate_unit(alone, rest))
+            )
             if problem.weight(placement) < below and problem.fits_on_nodes(placement):
                 return placement
             rest -= 1
@@ -224,18 +228,20 @@ class FamilySearch:
             placement for placement in starts[: 2 * FINALISTS_PER_FAMILY] if problem.fits_on_nodes(placement)
         ]
 
-    def _fewer_pairs(self, pairs: Placement, rate: float) -> list[Placement]:
+    def _fewer_pairs(self, pair_placement: Placement, rate: float) -> list[Placement]:
         """Replaces some of the pairs by colocated instances, if that is lighter and still carries the rate."""
-        problem, below = self.problem, self.problem.weight(pairs)
-        units = math.gcd(*(pool.count for pool in pairs.pools))
-        ones = candidates.with_counts(pairs, tuple(pool.count // units for pool in pairs.pools))
+        problem, below = self.problem, self.problem.weight(pair_placement)
+        units = math.gcd(*(pool.count for pool in pair_placement.pools))
+        ones = candidates.with_counts(
+            pair_placement, tuple(pool.count // units for pool in pair_placement.pools)
+        )
         alone = candidates.make_colocated(ones.pools[-1].parallelism, ones.pools[-1].device)
-        best: list[Placement] = []
+        best_placements: list[Placement] = []
         for count in range(units - 1, 0, -1):
             placement = self._add_colocated(candidates.replicate_unit(ones, count), alone, below)
             if placement and carries_rate(problem, placement, rate):
-                best, below = [placement], problem.weight(placement)
-        return best
+                best_placements, below = [placement], problem.weight(placement)
+        return best_placements
 
     def _size_start(self, placement: Placement, rate: float) -> Placement | None:
         """Adjusts the instance counts of `placement` until it carries the rate on fresh seeds; None if it cannot."""

@@ -87,17 +87,17 @@ def preference_key(unit: ScoredUnit) -> tuple[float, float, str]:
 
 
 def search_units(
-    units: Iterable[Placement],
+    placements: Iterable[Placement],
     trials: TrialOf,
     bound: BoundOf,
     weigh: WeightOf,
     near: float = NEAR_BEST,
     exhaustive: bool = False,
 ) -> SearchResult:
-    """The best of `units`, and those within `near` of it. `exhaustive` simulates each unit that can meet the SLOs."""
+    """The best of `placements`, and those within `near` of it. `exhaustive` simulates each that can meet the SLOs."""
     # `near`, expressed as a number of rungs below the best.
     slack = 0 if near <= 0.0 else math.ceil(-math.log1p(-near) / math.log(RUNG_RATIO))
-    waiting = [(placement, bound(placement), weigh(placement)) for placement in units]
+    waiting = [(placement, bound(placement), weigh(placement)) for placement in placements]
     # Units with high bounds come first: a good unit that is found early lets more of the others be dropped. Units
     # without a bound come last.
     waiting.sort(key=lambda one: (-_reachable_rung(one[1], one[2]), one[2], str(one[0])))

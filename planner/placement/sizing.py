@@ -104,14 +104,14 @@ def ratio_deployments(problem: Problem, phases: PhaseUnits, kept: int = 6) -> li
 
     The `kept` best are returned.
     """
-    rated: list[tuple[float, Placement]] = []
+    rated_placements: list[tuple[float, Placement]] = []
     for prefill_unit in best_per_size(phases.prefill):
         for decode_unit in best_per_size(phases.decode):
-            rated += sorted(
+            rated_placements += sorted(
                 _instance_ratios(problem, prefill_unit, decode_unit), key=lambda one: (-one[0], str(one[1]))
             )[:3]
-    rated.sort(key=lambda one: (-one[0], one[1].devices, str(one[1])))
-    return [placement for _, placement in rated[:kept]]
+    rated_placements.sort(key=lambda one: (-one[0], one[1].devices, str(one[1])))
+    return [placement for _, placement in rated_placements[:kept]]
 
 
 def _instance_ratios(
@@ -135,7 +135,7 @@ def _instance_ratios(
 
 
 def lightest_deployments(
-    problem: Problem, units: Iterable[Placement], rate: float, kept: int = 2, below: float = math.inf
+    problem: Problem, placements: Iterable[Placement], rate: float, kept: int = 2, below: float = math.inf
 ) -> list[Placement]:
     """The `kept` lightest deployments that carry `rate`, each of copies of one unit, all lighter than `below`.
 
@@ -143,7 +143,7 @@ def lightest_deployments(
     fails, the unit is dropped after a single run.
     """
     found: list[tuple[float, str, Placement]] = []
-    for placement in _by_ideal_weight(problem, units, rate):
+    for placement in _by_ideal_weight(problem, placements, rate):
         limit = found[kept - 1][0] if len(found) >= kept else below
         weight = problem.weight(placement)
         most = problem.most(placement)
@@ -156,7 +156,7 @@ def lightest_deployments(
     return [whole for _, _, whole in found]
 
 
-def _by_ideal_weight(problem: Problem, units: Iterable[Placement], rate: float) -> list[Placement]:
+def _by_ideal_weight(problem: Problem, placements: Iterable[Placement], rate: float) -> list[Placement]:
     """Sorts units by the weight that they would need for `rate` at 100 % utilisation."""
     jobs = [job for sample in problem.samples(problem.requests) for job in sample]
 
@@ -164,7 +164,7 @@ def _by_ideal_weight(problem: Problem, units: Iterable[Placement], rate: float) 
         most = min(saturation_rates(problem.site, jobs, problem.slos, placement).values())
         return math.ceil(rate / most) * problem.weight(placement), str(placement)
 
-    return sorted(units, key=need)
+    return sorted(placements, key=need)
 
 
 def _fewest_units(problem: Problem, placement: Placement, most: int, rate: float) -> int:

@@ -183,7 +183,7 @@ def _check_placeable(problem: Problem) -> None:
 
 
 def _validate_candidates(
-    problem: Problem, options: list[Candidate], search: FamilySearch
+    problem: Problem, candidates: list[Candidate], search: FamilySearch
 ) -> tuple[list[Candidate], tuple[str, ...]]:
     """Runs the best candidate of each family (for a wanted rate: the lightest ones) in the exact simulator.
 
@@ -191,8 +191,8 @@ def _validate_candidates(
     exact simulator refuted. Raises ConfigError if all are refuted, and all larger deployments too.
     """
     if not problem.verified:
-        return options, ()
-    kept = [candidate for candidate in options if _meets_slos(problem, candidate)]
+        return candidates, ()
+    kept = [candidate for candidate in candidates if _meets_slos(problem, candidate)]
     first: dict[tuple[str, bool], Candidate] = {}
     # Colocated with and without stages are both validated, since the two simulators differ most there.
     for option in kept:
@@ -210,7 +210,7 @@ def _validate_candidates(
         if not validated[0].goodput_rps:
             raise slo_too_tight(problem)
     placements = {one.placement for one in validated}
-    return [*validated, *(one for one in options if one.placement not in placements)], refuted
+    return [*validated, *(one for one in candidates if one.placement not in placements)], refuted
 
 
 def _settle_order(problem: Problem, validated: list[Candidate]) -> list[Candidate]:
@@ -237,39 +237,39 @@ def _settle_order(problem: Problem, validated: list[Candidate]) -> list[Candidat
 
 
 def _lightest_upheld(
-    problem: Problem, options: list[Candidate], first: list[Candidate], rate: float, search: FamilySearch
+    problem: Problem, candidates: list[Candidate], first: list[Candidate], rate: float, search: FamilySearch
 ) -> tuple[list[Candidate], tuple[str, ...]]:
     """The lightest candidate that carries `rate` in the exact simulator, then the refuted ones, and notes on these.
 
-    `options` are sorted lightest first. If candidates in `first` (one per family) fail, instances are added to them; if
+    `candidates` are sorted lightest first. If those in `first` (one per family) fail, instances are added to them; if
     that does not help, deployments on all the hardware are tried.
     """
     refuted: list[Candidate] = []
-    best: Candidate | None = None
-    for candidate in options[:MAX_VALIDATED]:
+    best_candidate: Candidate | None = None
+    for candidate in candidates[:MAX_VALIDATED]:
         asked = validate_placement if candidate in first else validate_rate
         one = _with_validation(problem, candidate, asked(problem, candidate.placement, rate, False))
         if one.goodput_rps:
-            best = one
+            best_candidate = one
             break
         refuted.append(one)
     for candidate in [one.fast_result for one in refuted if one.fast_result in first]:
-        below = best.weight if best else math.inf
+        below = best_candidate.weight if best_candidate else math.inf
         if larger := add_instances(problem, candidate.placement, rate, below):
-            best = _evaluate_candidate(problem, larger, rate)
-    if best is None:
+            best_candidate = _evaluate_candidate(problem, larger, rate)
+    if best_candidate is None:
         carries = _whole_hardware_rates(problem, search, rate)
         able = [one for most, one in carries if most >= rate]
         if not able:
             raise _too_little_hardware(problem, carries, rate)
-        best = _evaluate_candidate(problem, min(able, key=problem.weight), rate)
+        best_candidate = _evaluate_candidate(problem, min(able, key=problem.weight), rate)
     notes = [
         f"the search would choose {option.placement}, but the exact simulator measures an attainment of only"
         f" {option.attainment:.1%} there"
         for option in refuted
-        if option.weight <= best.weight
+        if option.weight <= best_candidate.weight
     ]
-    return [best, *refuted], tuple(notes)
+    return [best_candidate, *refuted], tuple(notes)
 
 
 def _evaluate_candidate(problem: Problem, placement: Placement, rate: float) -> Candidate:

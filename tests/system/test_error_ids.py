@@ -45,7 +45,7 @@ KEY, ADMIN = "sk-" + "k" * 40, "the admin's secret key"
 LEVEL = Config().log_level
 MINE = "mine-17"  # the client's id of each request
 API = Path(__file__).parents[2] / "docs/api.md"
-# Reasons that only the relay or a full process finds: (reason, what provokes it here).
+# Reasons that only the relay, its limits or a full process find.
 BY_BACKEND = (
     FailureReason.QUEUE_FULL,
     FailureReason.QUEUE_TOO_LONG,
@@ -54,6 +54,8 @@ BY_BACKEND = (
     FailureReason.ANSWER_MEMORY_FULL,
     FailureReason.REQUEST_QUARANTINED,
     FailureReason.INVALID_GRAMMAR,
+    FailureReason.NOT_CONTINUABLE,
+    FailureReason.RATE_LIMIT_EXCEEDED,
 )
 BY_PREPARER = (
     FailureReason.PREPARATION_OUT_OF_MEMORY,

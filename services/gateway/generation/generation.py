@@ -73,7 +73,7 @@ class SequenceSink(Protocol):
 class GenerationBackend(Protocol):
     """Turns requests into tokens: the relay and the workers behind it, or a script in tests."""
 
-    def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
+    def submit_requests(self, asked_requests: Sequence[tuple[Request, SequenceSink]]) -> None:
         """Start the sequences of one HTTP request: all of them, or none."""
 
     def cancel_request(self, request: str, *others: str) -> None:

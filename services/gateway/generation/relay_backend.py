@@ -112,10 +112,10 @@ class RelayBackend:
         """Whether the ticking task ran within the last `SILENCE_S` seconds."""
         return self.clock() - self._ticked_s < SILENCE_S
 
-    def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
+    def submit_requests(self, asked_requests: Sequence[tuple[Request, SequenceSink]]) -> None:
         """Hand the sequences of one HTTP request, each with its sink, to the relay: all of them or none."""
-        self._sinks.update((request.id, sink) for request, sink in asked)
-        requests = [request for request, _ in asked]
+        self._sinks.update((request.id, sink) for request, sink in asked_requests)
+        requests = [request for request, _ in asked_requests]
         self._handle_event(RequestArrived(requests[0], others=tuple(requests[1:])))
 
     def submit_canary(self, request: Request, sink: SequenceSink, pair: tuple[str | None, str]) -> None:

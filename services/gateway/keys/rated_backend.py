@@ -43,24 +43,26 @@ class RatedBackend:
     ) -> None:
         self._backend, self._keys, self._clock = backend, keys, clock
 
-    def submit_requests(self, asked: Sequence[tuple[Request, SequenceSink]]) -> None:
+    def submit_requests(self, asked_requests: Sequence[tuple[Request, SequenceSink]]) -> None:
         """Start the sequences of one HTTP request: all of them, or none if its key has no room for them now."""
-        first = asked[0][0]
+        first = asked_requests[0][0]
         rates = self._keys.rates_of_tenant(first.tenancy.tenant)
         if rates is None and (not first.tenancy.bulk or self._keys.accepts_tenant(first.tenancy.tenant)):
-            return self._backend.submit_requests(asked)
+            return self._backend.submit_requests(asked_requests)
         if rates is None:
             # A line of a batch whose name has left the file waits: the name may come back.
-            return asked[0][1].fail_sequence(KEY_GONE)
-        now_s, prompt_tokens = self._clock(), count_prompt_tokens([request for request, _ in asked])
+            return asked_requests[0][1].fail_sequence(KEY_GONE)
+        now_s, prompt_tokens = self._clock(), count_prompt_tokens([request for request, _ in asked_requests])
         refusal = rates.find_refusal(prompt_tokens, now_s, first.tenancy.bulk)
         if refusal is not None:
             # This fails all sequences of the request.
-            return asked[0][1].fail_sequence(refusal)
+            return asked_requests[0][1].fail_sequence(refusal)
         rates.admit_request(prompt_tokens, now_s)
         about = about_request(ids_of_sequence(first.id, first.tenancy.client_id))
         log.info("is of key %s", rates.key.name, extra=about)
-        self._backend.submit_requests([(request, CountedSink(sink, rates)) for request, sink in asked])
+        self._backend.submit_requests(
+            [(request, CountedSink(sink, rates)) for request, sink in asked_requests]
+        )
 
     def cancel_request(self, request: str, *others: str) -> None:
         """Cancel sequences of one HTTP request because its client has left."""

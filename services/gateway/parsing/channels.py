@@ -51,15 +51,15 @@ def read_channels(state: ReadingState) -> Reading[None]:
             yield from _read_plain(state, ends)
 
 
-def _read_plain(state: ReadingState, ends: LiteralSet) -> Reading[None]:
+def _read_plain(state: ReadingState, end_literals: LiteralSet) -> Reading[None]:
     """Read text without a header, which is for the client."""
     state.takes_content = True
-    while piece := (yield from state.cursor.read_piece(ends)):
+    while piece := (yield from state.cursor.read_piece(end_literals)):
         state.add_text(piece)
-    _skip_end(state, ends)
+    _skip_end(state, end_literals)
 
 
-def _read_message(state: ReadingState, header: str, ends: LiteralSet) -> Reading[None]:
+def _read_message(state: ReadingState, header: str, end_literals: LiteralSet) -> Reading[None]:
     """Read the body of a message."""
     cursor, parts, unmark = state.cursor, state.parts, state.markup.markers.unmark_text
     recipient, channels = RECIPIENT.search(unmark(header)), CHANNEL_NAME.findall(unmark(header))
@@ -73,18 +73,18 @@ def _read_message(state: ReadingState, header: str, ends: LiteralSet) -> Reading
     elif is_thought:
         parts.begin_thought()
     parts.end_markup()
-    while piece := (yield from cursor.read_piece(ends)):
+    while piece := (yield from cursor.read_piece(end_literals)):
         if is_call:
             parts.add_arguments(piece)
         else:
             state.add_text(piece, is_thought)
     if is_call:
         parts.end_call()
-    _skip_end(state, ends)
+    _skip_end(state, end_literals)
 
 
-def _skip_end(state: ReadingState, ends: LiteralSet) -> None:
+def _skip_end(state: ReadingState, end_literals: LiteralSet) -> None:
     """Skip what ends a message, but not the beginning of the next one."""
-    end = state.cursor.follows(ends)
-    state.cursor.at += len(end) * (end in ends.literals[: len(MESSAGE_ENDS)])
+    end = state.cursor.follows(end_literals)
+    state.cursor.at += len(end) * (end in end_literals.literals[: len(MESSAGE_ENDS)])
     state.takes_content = state.thinking = False

@@ -38,13 +38,17 @@ class ModelMarkup:
         own = tokenizer.model.response_template
         template = "" if tokenizer.template is None else tokenizer.template.source
         if own is not None and tool_parser is None and reasoning_parser is None:
-            found: AnswerFormat | None = convert_template(own, "this model")
+            answer_format: AnswerFormat | None = convert_template(own, "this model")
         else:
-            found = choose_format(template, tool_parser, reasoning_parser)
-        if found is None or tokenizer.template is None:
+            answer_format = choose_format(template, tool_parser, reasoning_parser)
+        if answer_format is None or tokenizer.template is None:
             return None
         added = {one.content: token for token, one in tokenizer.backend.get_added_tokens_decoder().items()}
-        return cls(tokenizer, AnswerMarkup(found, added.get), AnswerMarkup(found.without_calls(), added.get))
+        return cls(
+            tokenizer,
+            AnswerMarkup(answer_format, added.get),
+            AnswerMarkup(answer_format.without_calls(), added.get),
+        )
 
     @property
     def thinks(self) -> bool:

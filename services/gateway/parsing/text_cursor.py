@@ -116,14 +116,14 @@ class TextCursor:
                 return piece
             yield
 
-    def read_value(self, marks: LiteralSet, take_piece: Callable[[str], None]) -> Reading[bool]:
-        """Give one JSON value to `take_piece`. The characters `marks` end it wherever they stand.
+    def read_value(self, literals: LiteralSet, take_piece: Callable[[str], None]) -> Reading[bool]:
+        """Give one JSON value to `take_piece`. The characters `literals` end it wherever they stand.
 
         Returns whether the value is complete.
         """
         scanner = ValueScanner()
         while True:
-            found = marks.find(self.text, self.at)
+            found = literals.find(self.text, self.at)
             limit = len(self.text) if found is None else found[0]
             ended = scanner.find_end(self.text, self.at, limit)
             end = limit if ended is None else ended

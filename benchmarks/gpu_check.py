@@ -22,6 +22,9 @@ part that hangs or fails loses nothing that was measured, and stops no other par
                shape with 64 sequences
     decoding   attention_ratio, tpp_*, step_ratio, run_ratio: as in `benchmarks.gpu_decode`
     profile    profile_splits: splits in the measured `steps.json`, as `diptych plan` reads it
+    vllm       only if TEST_VLLM_PYTHON names an interpreter with vLLM for CUDA, in two minutes more: vllm_unexplained,
+               vllm_failed: of 150 answers of 1P1D in bfloat16 (0.1), vllm_held: 3 s later; vllm_host_ratio: tokens per
+               second of one worker behind the gateway / of `vllm serve`, the lesser of 64 and 256 streams
 
 Exit status: 0 if every part ended and every aim is met, 1 if not, 3 if there is no CUDA device, which takes less than
 ten seconds to say.
@@ -32,6 +35,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,17 +44,26 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.gpu_parts.check_part import CheckPart, PartResult, measure_here, part_command, run_part
+from benchmarks.gpu_parts.check_part import (
+    PYTHON_VARIABLE,
+    CheckPart,
+    PartResult,
+    measure_here,
+    part_command,
+    run_part,
+)
 from benchmarks.results_tables import BOUND, BOUNDS
 from diptych.errors import ConfigError
 from services.host.gpus import find_gpus
 
 NO_DEVICE = 3
 TOTAL_S = 480.0
+# What is added to it for vLLM, where it is.
+VLLM_S = 120.0
 # What is left for the summary, and for a part that must be killed.
 SPARE_S = 6.0
 # Without it, no other part can run.
-FIRST_PART = "env"
+FIRST_PART, VLLM_PART = "env", "vllm"
 # A part that has less time than this is left out.
 MIN_PART_S = 5.0
 ROOT = Path(__file__).parents[1]
@@ -91,6 +104,12 @@ PARTS = (
         {"attention_ratio": "≥ 0.7", "step_ratio": "≤ 1.3"},
     ),
     CheckPart("profile", "benchmarks.gpu_parts.speed:measure_profile", 40, {"profile_splits": "≥ 1"}),
+    CheckPart(
+        "vllm",
+        "benchmarks.gpu_parts.vllm_chain:measure_vllm",
+        VLLM_S,
+        {"vllm_unexplained": "= 0", "vllm_failed": "= 0", "vllm_held": "= 0", "vllm_host_ratio": "≥ 0.95"},
+    ),
 )
 
 
@@ -163,6 +182,12 @@ def find_commit() -> str:
     return found.stdout.strip()
 
 
+def usual_parts() -> list[str]:
+    """The names of the parts that run if none are named: that of vLLM only where its interpreter is named."""
+    has_vllm = bool(os.environ.get(PYTHON_VARIABLE))
+    return [part.name for part in PARTS if has_vllm or part.name != VLLM_PART]
+
+
 def main() -> None:
     """Run the check, or one part in this process; exit as the head of this file says."""
     parser = argparse.ArgumentParser(
@@ -177,7 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=[part.name for part in PARTS], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    chosen = [part for part in PARTS if part.name in (arguments.only or [part.name])]
+    chosen = [part for part in PARTS if part.name in (arguments.only or usual_parts())]
     if arguments.part:
         (part,) = (part for part in PARTS if part.name == arguments.part)
         raise SystemExit(measure_here(part, arguments.device, arguments.out))
@@ -188,7 +213,8 @@ def main() -> None:
             print("\n".join(error.lines()), file=sys.stderr)
             raise SystemExit(NO_DEVICE) from None
     say = (lambda line: None) if arguments.json else print
-    summary = run_check(chosen, arguments.device, arguments.out, say=say)
+    total_s = TOTAL_S + sum(VLLM_S for part in chosen if part.name == VLLM_PART)
+    summary = run_check(chosen, arguments.device, arguments.out, total_s, say=say)
     if arguments.json:
         print(json.dumps(summary))
     else:

@@ -31,7 +31,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -205,10 +205,10 @@ async def load(server: Server, streams: int, texts: list[str]) -> dict[str, floa
 
 
 @contextlib.contextmanager
-def running(name: str, home: Path, model: Path, log: Path) -> Iterator[Server]:
-    """A rival's server, not ready yet. Stopped at the end, with all its processes."""
+def running(name: str, home: Path, model: Path, log: Path, parts: Sequence[str] = ()) -> Iterator[Server]:
+    """A rival's server, not ready yet. Stopped at the end, with all its processes. `parts` replace its command's."""
     port = claim_port("127.0.0.1", 0)
-    command = [part.format(home=home, model=model, port=port) for part in SERVERS[name]]
+    command = [part.format(home=home, model=model, port=port) for part in parts or SERVERS[name]]
     with log.open("w") as log_file:
         process = subprocess.Popen(
             command, stdout=log_file, stderr=log_file, env=os.environ | ENVIRON[name], start_new_session=True

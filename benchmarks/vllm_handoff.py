@@ -122,20 +122,22 @@ def hand_over_ours(pair: LinkedPair, number: int, prompt: list[int]) -> tuple[fl
 def hand_over_nixl(
     engines: tuple[NixlEngine, NixlEngine], number: int, prompt: list[int]
 ) -> tuple[float, list[int]]:
-    """As `hand_over_ours`, with vLLM's connector."""
+    """As `hand_over_ours`, with vLLM's connector, whose decode worker draws the first token again."""
     name, (prefill, decode) = f"nixl {number}", engines
     prefill.send(kind="prefill", name=name, prompt=prompt, salt="known")
     first = prefill.finish(name)[-1]
     decode.send(
         kind="decode",
         name=name,
-        prompt=prompt + first["tokens"],
+        prompt=prompt,
         params=first["params"],
-        max_tokens=ANSWER_TOKENS,
+        max_tokens=ANSWER_TOKENS + 1,
         salt=name,
     )
     lines = decode.finish(name)
-    return lines[0]["seconds"], first["tokens"] + lines[-1]["tokens"]
+    answer = lines[-1]["tokens"]
+    assert answer[:1] == first["tokens"], f"{answer} after {first['tokens']}"
+    return lines[0]["seconds"], answer
 
 
 def measure(python: str, rounds: int) -> dict[str, float]:

@@ -12,8 +12,11 @@ reference's two best log-probabilities lie within 1e-3.
               that is over, signed with another key; and sound ones among them. wrong: answers that should not be, or
               with other tokens; engine_ends; sound_failed; ended: how each kind has ended
     faults    2P2D while workers are killed in every stage of a request, clients leave, and a prefill worker stands
-              still: kills, left; wrong; fault_failed: requests that could be continued, or whose error cannot be
-              retried; ended: the others by code; kv_at_rest: what is held 3 s later; left_behind: processes
+              still: kills, left; fault_wrong; fault_failed: requests that could be continued, or whose error cannot
+              be retried; fault_ended: the others by code; kv_at_rest: what is held 3 s later; left_behind: processes
+    roles     2P2D whose workers change roles both ways under 8 streams: role_changes; role_failed; role_unexplained;
+              reloads; role_held; idle_percent: of a core, the busiest worker at rest; waiting_percent: the busiest
+              decode worker while both prefill workers stand still with 8 requests
     served    one worker that does both beside `vllm serve` with the same flags, 16 streams, by turns: served_ratio:
               output tokens per second; served_cpu_ratio: per CPU second of all processes
 
@@ -31,9 +34,8 @@ from pathlib import Path
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.gpu_check import SPARE_S, run_check
-from benchmarks.gpu_parts.check_part import CheckPart, measure_here
+from benchmarks.gpu_parts.check_part import PYTHON_VARIABLE, CheckPart, measure_here
 from benchmarks.load.short_form import add_short_form
-from benchmarks.vllm_parts.tokens import PYTHON_VARIABLE
 
 PARTS = (
     CheckPart(
@@ -59,7 +61,21 @@ PARTS = (
         "faults",
         "benchmarks.vllm_parts.faults:measure_faults",
         7200,
-        {"wrong": "= 0", "fault_failed": "= 0", "kv_at_rest": "= 0", "left_behind": "= 0"},
+        {"fault_wrong": "= 0", "fault_failed": "= 0", "kv_at_rest": "= 0", "left_behind": "= 0"},
+    ),
+    CheckPart(
+        "roles",
+        "benchmarks.vllm_parts.roles:measure_roles",
+        1800,
+        {
+            "role_failed": "= 0",
+            "role_unexplained": "= 0",
+            "role_held": "= 0",
+            "reloads": "= 0",
+            "idle_percent": "≤ 2",
+            "waiting_percent": "≤ 2",
+            "waiting_late": "= 0",
+        },
     ),
     CheckPart("served", "benchmarks.vllm_parts.served:measure_served", 1800, {"served_ratio": "≥ 0.95"}),
 )

@@ -23,6 +23,8 @@ from diptych.errors import DiptychError
 # How long a killed part may take to vanish. One that hangs in the driver never does.
 KILL_S = 3.0
 MAX_ERROR_CHARS = 600
+# Names the interpreter with vLLM, as in the tests.
+PYTHON_VARIABLE = "TEST_VLLM_PYTHON"
 
 
 @dataclass(frozen=True, slots=True)

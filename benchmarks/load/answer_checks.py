@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,16 @@ class Comparison:
     examples: list[str] = field(default_factory=list)
 
 
-def make_requests(greedy: int, others: int, seed: int = 0, max_tokens: int = 24) -> list[AskedRequest]:
-    """Requests of random tokens. Every third one begins with the same chunks as another one."""
+def make_requests(
+    greedy: int,
+    others: int,
+    seed: int = 0,
+    max_tokens: int = 24,
+    kinds: Sequence[Mapping[str, Any]] = KINDS,
+) -> list[AskedRequest]:
+    """Requests of random tokens. Every third one begins with the same chunks as another one. Those that are not greedy
+    have the settings of `kinds`, one after the other.
+    """
     rng = random.Random(seed)
     shared = [[rng.randrange(FIRST_ID, VOCAB) for _ in range(64 * rng.randint(1, 6))] for _ in range(6)]
     asked = []
@@ -73,7 +81,7 @@ def make_requests(greedy: int, others: int, seed: int = 0, max_tokens: int = 24)
         prompt = [rng.randrange(FIRST_ID, VOCAB) for _ in range(rng.choice((3, 40, 64, 65, 150, 400, 700)))]
         if number % 3 == 0:
             prompt = rng.choice(shared) + prompt
-        kind = {"temperature": 0.0} if number < greedy else KINDS[number % len(KINDS)]
+        kind = {"temperature": 0.0} if number < greedy else kinds[number % len(kinds)]
         asked.append(AskedRequest(prompt, SamplingParams(max_tokens, rng.randrange(1 << 60), **kind)))
     rng.shuffle(asked)
     return asked

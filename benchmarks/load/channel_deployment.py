@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from diptych.channel.keys import make_keys
 from diptych.failure_statuses import RequestFailure
-from diptych.messages import Logprob, Output, WorkerStats
+from diptych.messages import Logprob, Output, SwitchRole, WorkerStats
 from diptych.request import Request, RequestStage, SamplingParams, Tenancy
 from engine.model.checkpoint import tokenizer_identity
 from router.effects import AttemptRetried, KvMoved, StageEntered, TelemetryEffect
@@ -208,6 +208,16 @@ class ChannelDeployment:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+    def roles(self) -> dict[str, str]:
+        """The roles of the workers that are there, by name."""
+        return {one.worker: one.role for one in self._call(lambda: list(self._backend.worker_stats()))}
+
+    def switch_role(self, worker: str, role: str) -> None:
+        """Let a worker change its role; returns when it serves in it. Raises AssertionError if it does not."""
+        self._call(lambda: self._backend.send_order(worker, SwitchRole(role)))
+        changed = comes_true(lambda: self.roles().get(worker) == role, READY_S)
+        assert changed is not None, f"{worker} is no {role} worker after {READY_S:.0f} s: {self.log_tails()}"
 
     def wait_stage(self, stage: RequestStage, role: str, within_s: float) -> str:
         """Wait until a request is in `stage`; returns its worker of this role. Empty if none is in time."""

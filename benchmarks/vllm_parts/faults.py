@@ -13,7 +13,7 @@ from benchmarks.device_parts.faults import PHASES, STEADY_S, FaultyDeployment
 from benchmarks.gpu_parts.check_part import PartContext
 from benchmarks.load.answer_checks import ask_reference, compare_answers, make_requests
 from benchmarks.load.channel_deployment import DEVICE_BOOKS, ChannelAnswer, ChannelDeployment, wait_answers
-from benchmarks.vllm_parts.tokens import ALONE, REST_S, TWO_PAIRS, vllm_flags
+from benchmarks.vllm_parts.tokens import ALONE, KINDS, REST_S, TWO_PAIRS, vllm_flags
 from diptych.failure_statuses import RULES
 from router.requests.continuable import can_continue
 
@@ -24,7 +24,7 @@ KILLS, LEAVING, STOPPED_S, ANSWERS_S = 40, 300, 60.0, 180.0
 def measure_faults(context: PartContext) -> None:
     """All faults, one round after the other, over two pools of two workers; half of the requests are continuable."""
     rng, rounds = random.Random(0), max(len(PHASES), round(KILLS * context.share))
-    asked = make_requests(NUM_ASKED // 2, NUM_ASKED // 2, seed=2, max_tokens=NEW_TOKENS)
+    asked = make_requests(NUM_ASKED // 2, NUM_ASKED // 2, seed=2, max_tokens=NEW_TOKENS, kinds=KINDS)
     with ChannelDeployment(*ALONE, *vllm_flags()) as deployment:
         reference = ask_reference(deployment, asked)
     held, pids = dict[str, object](), set[int]()
@@ -69,9 +69,9 @@ def check_answers(faulty: FaultyDeployment, reference: Sequence[ChannelAnswer]) 
     found = compare_answers([right for right, _ in whole], [answer for _, answer in whole])
     return faulty.counts() | {
         "fault_answers": len(faulty.stayed),
-        "wrong": found.unexplained,
+        "fault_wrong": found.unexplained,
         "fault_failed": failed + found.failed,
-        "ended": dict(codes),
+        "fault_ended": dict(codes),
         "fault_examples": found.examples,
     }
 

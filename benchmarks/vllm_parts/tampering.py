@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu_parts.check_part import PartContext
-from benchmarks.vllm_parts.tokens import PYTHON_VARIABLE
+from benchmarks.gpu_parts.check_part import PYTHON_VARIABLE, PartContext
 from diptych.messages import Pulled, Release
 from diptych.request import SamplingParams
 from kvtransfer.ticket import Ticket, decode_ticket, encode_ticket
 from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
-from tests.support.vllm_worker_pair import LinkedPair
+from tests.support.vllm_worker_pair import LinkedPair, vllm_command
 from tests.support.vllm_worker_serving import KEY
 
 EACH, PROMPT_TOKENS, NUM_PROMPTS = 1000, 130, 8
@@ -117,7 +116,9 @@ def measure_tampered(context: PartContext) -> None:
     """Each kind of tampering, and as many sound hand-offs among them; figures are written as they come."""
     chance, each = random.Random(0), max(10, int(EACH * context.share))
     with tempfile.TemporaryDirectory() as folder:
-        pair = LinkedPair(os.environ[PYTHON_VARIABLE], link_model(Path(folder)), 1, Path(folder))
+        pair = LinkedPair(
+            vllm_command(os.environ[PYTHON_VARIABLE]), link_model(Path(folder)), 1, Path(folder)
+        )
         try:
             vocab = pair.prefill.ready["vocab"]
             prompts = [

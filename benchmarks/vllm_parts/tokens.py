@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from benchmarks.gpu_parts.check_part import PartContext
-from benchmarks.load.answer_checks import AskedRequest, ask_all, ask_reference, compare_answers, make_requests
+from benchmarks.gpu_parts.check_part import PYTHON_VARIABLE, PartContext
+from benchmarks.load.answer_checks import (
+    KINDS as DEVICE_KINDS,
+)
+from benchmarks.load.answer_checks import (
+    AskedRequest,
+    ask_all,
+    ask_reference,
+    compare_answers,
+    make_requests,
+)
 from benchmarks.load.channel_deployment import DEVICE_BOOKS, ChannelAnswer, ChannelDeployment
+from diptych.request import Grammar
 
 ALONE, TWO_PAIRS = ("--colocated", "1"), ("--prefill", "2", "--decode", "2")
 PAIR = ("--prefill", "1", "--decode", "1")
 REST_S = 3.0
 COUNTS = ("answers", "identical", "explained", "unexplained", "failed")
-# The interpreter with vLLM, as in the tests.
-PYTHON_VARIABLE = "TEST_VLLM_PYTHON"
+# Settings of requests that are not greedy: those of other checks, and the other two kinds of grammar.
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}'
+KINDS = (
+    *DEVICE_KINDS,
+    {"grammar": Grammar("json_schema", SCHEMA)},
+    {"grammar": Grammar("lark", 'start: "(" start ")" | "1"'), "temperature": 0.0},
+)
 
 
 def vllm_flags(*more: str) -> tuple[str, ...]:
@@ -27,8 +42,8 @@ def vllm_flags(*more: str) -> tuple[str, ...]:
 def measure_same(context: PartContext) -> None:
     """Greedy answers and others of every kind from 2P2D, and fewer from 1P1D with two ranks per worker."""
     share = context.share
-    asked = make_requests(int(400 * share), int(200 * share))
-    some = make_requests(int(30 * share) + 1, int(20 * share) + 1, seed=1)
+    asked = make_requests(int(400 * share), int(200 * share), kinds=KINDS)
+    some = make_requests(int(30 * share) + 1, int(20 * share) + 1, seed=1, kinds=KINDS)
     with ChannelDeployment(*ALONE, *vllm_flags()) as deployment:
         reference, wanted = ask_reference(deployment, asked), ask_reference(deployment, some)
     measure_pools(context, "", (*TWO_PAIRS, *vllm_flags()), asked, reference)

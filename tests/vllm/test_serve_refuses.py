@@ -33,13 +33,13 @@ def test_an_interpreter_without_vllm() -> None:
     ("arguments", "words"),
     [
         (("--vllm-args", "--no-such-flag"), "no-such-flag"),
-        (("--transfer-buffer-bytes", "1MiB"), "--transfer-buffer-bytes 12MiB or more"),
-        (("--kv-cache-memory-bytes", "1MiB"), "--kv-cache-memory-bytes 13MiB or more"),
+        (("--dtype", "float32", "--transfer-buffer-bytes", "1MiB"), "--transfer-buffer-bytes 12MiB or more"),
+        (("--dtype", "float32", "--kv-cache-memory-bytes", "1MiB"), "--kv-cache-memory-bytes 13MiB or more"),
         (("--max-model-len", "1000000"), "1000000"),
     ],
 )
 def test_arguments_and_sizes_that_vllm_or_memory_refuses(
-    vllm_python: str, arguments: tuple[str, str], words: str
+    vllm_python: str, arguments: tuple[str, ...], words: str
 ) -> None:
     assert words in refused("tiny", *arguments, python=vllm_python)
 

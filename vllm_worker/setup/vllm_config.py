@@ -132,7 +132,8 @@ def open_vllm(options: EngineOptions) -> VllmPort:
             executor_fail_callback=lambda: lost.append("a rank of the worker has ended"),
         )
         try:
-            check_ranks(core.collective_rpc(find_copy_error))
+            if options.connector is not None:
+                check_ranks(core.collective_rpc(find_copy_error))
             facts = read_facts(core, str(__version__), is_cpu_build(), kv_arguments(options.vllm_args))
             port = VllmPort(core, InputProcessor(config), facts, lost)
             warm_up(port)

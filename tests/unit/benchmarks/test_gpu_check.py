@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_parts import check_part, copies, kernels
+from benchmarks.gpu_parts import check_part, copies, kernels, vllm_chain
 from benchmarks.gpu_parts.check_part import CheckPart, PartContext
+from benchmarks.vllm_parts.served import OWN_FLAG, serve_command
 from diptych.errors import ConfigError
 from kvcache.device.copies import CopyBatch, DirectCopies
+from vllm_worker.setup.engine_args import EngineOptions, build_arguments, connector_config
 
 # What a part's process does, by its name.
 SCRIPTS = {
@@ -123,6 +125,29 @@ def test_without_a_device_the_command_says_so_with_a_status_of_its_own(tmp_path:
     lines = ended.stderr.splitlines()
     assert 1 < len(lines) <= 6 and lines[0].startswith("error: "), ended.stderr
     assert not ended.stdout and not (tmp_path / "out").exists()
+
+
+def test_vllm_is_asked_only_where_it_is_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(check_part.PYTHON_VARIABLE, raising=False)
+    without = gpu_check.usual_parts()
+    with pytest.raises(ConfigError) as refused:
+        vllm_chain.vllm_python()
+    assert check_part.PYTHON_VARIABLE in refused.value.fix
+    monkeypatch.setenv(check_part.PYTHON_VARIABLE, "/somewhere/python")
+    assert [*without, gpu_check.VLLM_PART] == gpu_check.usual_parts() == [one.name for one in gpu_check.PARTS]
+    assert vllm_chain.vllm_python() == "/somewhere/python"
+
+
+def test_vllm_serve_gets_the_flags_of_a_worker() -> None:
+    options = EngineOptions(
+        "folder", dtype="float32", max_model_len=512, max_num_seqs=8, vllm_args=("--enforce-eager",)
+    )
+    command = [part.format(home="/home", port=8765) for part in serve_command(options, is_cpu=True)]
+    assert command[:6] == ["/home/bin/vllm", "serve", "folder", "--port", "8765", "--enforce-eager"]
+    worker = build_arguments(options, is_cpu=True)
+    own = {"--model", "--kv-transfer-config", OWN_FLAG, json.dumps(connector_config({}))}
+    assert set(worker) - set(command) == own
+    assert set(command) - set(worker) == {*command[:2], "--port", "8765", "--max-num-batched-tokens", "520"}
 
 
 @pytest.mark.parametrize(

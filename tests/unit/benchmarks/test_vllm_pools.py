@@ -103,5 +103,5 @@ def test_only_what_cannot_be_continued_may_end_with_an_error() -> None:
     faulty = FaultyDeployment(cast(ChannelDeployment, None), asked, random.Random(0))
     faulty.stayed = list(enumerate(stayed))
     found = check_answers(faulty, [answer_of([5, 6])] * len(stayed))
-    assert (found["fault_answers"], found["wrong"], found["fault_failed"]) == (5, 1, 2)
-    assert found["ended"] == {"not_continuable": 2, "internal_error": 1}
+    assert (found["fault_answers"], found["fault_wrong"], found["fault_failed"]) == (5, 1, 2)
+    assert found["fault_ended"] == {"not_continuable": 2, "internal_error": 1}

@@ -78,6 +78,7 @@ docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, 
 	@$(BIN)/diptych serve --config-schema > docs/configuration.schema.json
 	@$(BIN)/diptych dashboards --out deploy/grafana > /dev/null
 	@$(BIN)/python -m services.dashboard.runbook docs/dashboards.md
+	@$(BIN)/python -m tests.unit.gateway.exported_metrics
 	@$(BIN)/python -m services.cli.serve.file_schemas plan > docs/plan.schema.json
 	@$(BIN)/python -m services.cli.serve.file_schemas profile > docs/profile.schema.json
 	@$(BIN)/python -m benchmarks.results_tables

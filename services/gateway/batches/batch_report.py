@@ -31,17 +31,19 @@ class BatchCollector(Collector):
         """Lines, batches, tokens and bytes."""
         feeder = self._feeder
         lines = GaugeMetricFamily(
-            "diptych:batch_lines", "Lines of batches that have no result yet", labels=["state"]
+            "diptych:batch_lines", "Lines of open batches: waiting, running", labels=["state"]
         )
         lines.add_metric(["waiting"], feeder.num_waiting)
         lines.add_metric(["running"], feeder.num_running)
         ended = CounterMetricFamily(
-            "diptych:batch_lines_ended", "Lines of batches with a result", labels=["outcome"]
+            "diptych:batch_lines_ended",
+            "Ended lines: completed (output file), failed (error file)",
+            labels=["outcome"],
         )
         for outcome, count in feeder.ended.items():
             ended.add_metric([outcome], count)
         tokens = CounterMetricFamily(
-            "diptych:batch_tokens", "Tokens of lines that were answered", labels=["kind"]
+            "diptych:batch_tokens", "Tokens of answered lines: prompt, completion", labels=["kind"]
         )
         for kind, count in feeder.tokens.items():
             tokens.add_metric([kind], count)
@@ -57,7 +59,7 @@ class BatchCollector(Collector):
         share.add_metric([], feeder.window.share)
         recalled = CounterMetricFamily(
             "diptych:batch_lines_recalled",
-            "Lines that were taken back from workers, since requests missed their SLOs",
+            "Lines taken back from workers, since requests missed their SLOs",
         )
         recalled.add_metric([], feeder.recalled)
         yield from (lines, ended, tokens, batches, held, share, recalled)

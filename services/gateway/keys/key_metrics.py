@@ -25,10 +25,14 @@ class KeyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Requests, tokens and refusals by name."""
-        requests = CounterMetricFamily("diptych:key_requests", "Requests admitted", labels=["key"])
-        tokens = CounterMetricFamily("diptych:key_tokens", "Tokens counted", labels=["key", "kind"])
+        requests = CounterMetricFamily(
+            "diptych:key_requests", "Requests admitted, by the name of the key", labels=["key"]
+        )
+        tokens = CounterMetricFamily(
+            "diptych:key_tokens", "Tokens counted: prompt, generation", labels=["key", "kind"]
+        )
         refused = CounterMetricFamily(
-            "diptych:key_refused", "Requests beyond the key's rates", labels=["key", "limit"]
+            "diptych:key_refused", "Refusals by rate: requests, tokens", labels=["key", "limit"]
         )
         for rates in self._keys.rates:
             name, use = rates.key.name, rates.use

@@ -16,12 +16,20 @@ class BulkCounters:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sequences = Counter(
-            "diptych:bulk_sequences", "Sequences of bulk work that ended", ("outcome",), registry=registry
+            "diptych:bulk_sequences",
+            "Ended sequences: done, failed, cancelled",
+            ("outcome",),
+            registry=registry,
         )
-        self.tokens = Counter("diptych:bulk_tokens", "Tokens of bulk work", ("kind",), registry=registry)
+        self.tokens = Counter(
+            "diptych:bulk_tokens",
+            "Tokens of bulk work: prompt (counted at the first new token), generation",
+            ("kind",),
+            registry=registry,
+        )
         self.open = Gauge(
             "diptych:bulk_sequences_open",
-            "Sequences of bulk work that have not ended",
+            "Open sequences: waiting in the gateway, running at a worker",
             ("state",),
             registry=registry,
         )

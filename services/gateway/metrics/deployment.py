@@ -37,7 +37,9 @@ class DeploymentCollector(Collector):
             labels=["version", "model_name", "fingerprint"],
         )
         build.add_metric([self._version, self._model, self._fingerprint() or ""], 1)
-        wanted = GaugeMetricFamily("diptych:wanted_workers", "Workers that should be up", labels=["role"])
+        wanted = GaugeMetricFamily(
+            "diptych:wanted_workers", "Workers that should be up, with drained ones", labels=["role"]
+        )
         for role, count in self._wanted_workers().items():
             wanted.add_metric([role], count)
         yield from (build, wanted)
@@ -47,12 +49,26 @@ class ReplanCounters:
     """Reports of the replanner (`diptych serve --replan`)."""
 
     def __init__(self, registry: MetricRegistry) -> None:
-        self.decisions = registry.counter("diptych:replan_decisions", "Reviews of the plan", "trigger")
-        self.alarms = registry.counter("diptych:replan_alarms", "Changes of traffic detected", "what")
-        self.actions = registry.counter("diptych:replan_actions", "Changes of the fleet", "action", "outcome")
+        self.decisions = registry.counter(
+            "diptych:replan_decisions",
+            "Reviews: first, shift of traffic, breach of SLOs, review after these, unfinished steps",
+            "trigger",
+        )
+        self.alarms = registry.counter(
+            "diptych:replan_alarms", "Detected changes of traffic: rate, prompt, output", "what"
+        )
+        self.actions = registry.counter(
+            "diptych:replan_actions",
+            (
+                "Changes of the fleet: flip a role, start, stop a worker; done, failed, rolled_back (no "
+                "link in the new role), advised (only logged)"
+            ),
+            "action",
+            "outcome",
+        )
         self.target = Gauge(
             "diptych:replan_target_workers",
-            "Workers in the fleet last decided",
+            "Workers in the fleet last decided: prefill, decode, both",
             ["role"],
             registry=registry,
         )

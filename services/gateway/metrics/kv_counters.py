@@ -16,13 +16,19 @@ class KvCounters:
 
     def __init__(self, counter: Callable[..., Counter]) -> None:
         self.class_requests = counter(
-            "diptych:kv_class_requests", "Answered sequences by class of KV, and why", "kv_class", "reason"
+            "diptych:kv_class_requests",
+            "Answered sequences by KV class; reason: asked, default, quality, pool, link, prefix",
+            "kv_class",
+            "reason",
         )
         self.saved_bytes = counter(
-            "diptych:kv_saved_bytes", "Bytes of KV fewer than without a codec", "kv_class", "where"
+            "diptych:kv_saved_bytes",
+            "Bytes saved by codecs: pool (answered sequences), transfer (with canaries)",
+            "kv_class",
+            "where",
         )
         self.pruned_heads = counter(
-            "diptych:kv_pruned_heads", "Heads of sequences that evict, by their policy", "policy"
+            "diptych:kv_pruned_heads", "Heads of answered sequences that evict, by their policy", "policy"
         )
         self.pruned_bytes = counter(
             "diptych:kv_pruned_bytes", "Bytes of KV of sequences that evict: kept, or dropped", "outcome"

@@ -9,7 +9,7 @@ prompt, a key or a request id.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     Gauge,
@@ -39,6 +39,7 @@ from services.gateway.metrics.vllm_transfers import NixlHistograms
 from services.gateway.metrics.workers import LinkSpeed, WorkerCollector, WorkerSnapshot
 from services.gateway.outcomes import (
     BOTH,
+    CheckedSequence,
     EndedSequence,
     Ending,
     Outcome,
@@ -54,6 +55,74 @@ HANDOFF_STAGES = ("decode_admission", "transfer", "first_decode")
 SLO_WINDOW = 1000
 
 
+class SloCounters:
+    """SLOs, attainment and goodput. Without SLOs only goodput is counted."""
+
+    def __init__(self, registry: MetricRegistry, slo: Slo) -> None:
+        counter, limits_s = registry.counter, slo.limits_s()
+        self._has_slo = any(limit_s is not None for limit_s in limits_s.values())
+        self._attained: dict[str, deque[bool]] = {
+            name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", BOTH)
+        }
+        self.attainment = Gauge(
+            "diptych:slo_attainment",
+            f"Share of the last {SLO_WINDOW} within the SLO",
+            ["objective"],
+            registry=registry,
+        )
+        self.objective = Gauge("diptych:slo_objective_seconds", "The SLO", ["objective"], registry=registry)
+        self.target = Gauge(
+            "diptych:slo_target_ratio",
+            "Share that shall meet the SLO (--slo-target)",
+            ["objective"],
+            registry=registry,
+        )
+        self.checked = counter(
+            "diptych:slo_requests", "Sequences that met (true) or missed (false) it", "objective", "met"
+        )
+        self.outcomes = counter(
+            "diptych:slo_outcomes",
+            (
+                "Ended sequences; with open ones they sum to diptych:offered_requests_total. Reason: "
+                "answered, answered_late, left_early, left_late, short_deadline (the client's), "
+                "slow_reader, an error code"
+            ),
+            "outcome",
+            "reason",
+        )
+        self.good_requests = counter(
+            "diptych:goodput_requests", "Sequences that met all SLOs; without SLOs all answered"
+        )
+        self.good_tokens = counter("diptych:goodput_tokens", "New tokens of sequences that met all SLOs")
+        for name, bound in limits_s.items():
+            if bound is not None:
+                self.objective.labels(name).set(bound)
+                for objective in (name, BOTH):
+                    self.target.labels(objective).set(slo.attainment)
+                    # From 0 on: what a series begins with is no increase to Prometheus.
+                    self.checked.labels(objective, "true")
+                    self.checked.labels(objective, "false")
+        if self._has_slo:
+            for outcome, why in sorted(known_outcomes()):
+                self.outcomes.labels(outcome.value, why)
+
+    def count_goodput(self, num_tokens: int) -> None:
+        """Count a sequence of `num_tokens` new tokens that met all SLOs."""
+        self.good_requests.inc()
+        self.good_tokens.inc(num_tokens)
+
+    def count_outcome(self, checked: CheckedSequence) -> None:
+        """Count one sequence that ended: what it counts as, and by SLO whether it was met."""
+        if not self._has_slo:
+            return
+        self.outcomes.labels(checked.outcome.value, checked.reason).inc()
+        for name, is_met in checked.slos.items():
+            window = self._attained[name]
+            window.append(is_met)
+            self.checked.labels(name, str(is_met).lower()).inc()
+            self.attainment.labels(name).set(sum(window) / len(window))
+
+
 class GatewayMetrics(OutcomeSink):
     """All metrics of the gateway. `render_text` returns the body of `/metrics`."""
 
@@ -65,13 +134,12 @@ class GatewayMetrics(OutcomeSink):
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self._define_requests()
+        self._define_tokens()
         self._define_stages()
         self._define_service()
+        self.slos = SloCounters(self.registry, self.slo)
         self._define_failures()
         self.replan = ReplanCounters(self.registry)
-        self._attained: dict[str, deque[bool]] = {
-            name: deque(maxlen=SLO_WINDOW) for name in ("ttft", "tpot", BOTH)
-        }
 
     def watch_workers(
         self,
@@ -89,7 +157,6 @@ class GatewayMetrics(OutcomeSink):
 
     def _define_requests(self) -> None:
         """Metrics that vLLM has too."""
-        counter = self.registry.counter
         ttft = bucket_bounds_s(TTFT_BUCKETS_MS, self._limits_s["ttft"])
         tpot = bucket_bounds_s(ITL_BUCKETS_MS, self._limits_s["tpot"])
         request = bucket_bounds_s(REQUEST_BUCKETS_MS)
@@ -97,45 +164,61 @@ class GatewayMetrics(OutcomeSink):
         self.ttft = seconds(
             "vllm:time_to_first_token_seconds", "From arrival until the first token was written", ttft
         )
-        self.itl = seconds("vllm:inter_token_latency_seconds", "Between consecutive tokens, per token", tpot)
+        self.itl = seconds(
+            "vllm:inter_token_latency_seconds", "Between consecutive tokens, at the gateway", tpot
+        )
         self.tpot = seconds(
-            "vllm:request_time_per_output_token_seconds", "Mean after the first, per request", tpot
+            "vllm:request_time_per_output_token_seconds", "A sequence's mean after the first token", tpot
         )
         self.e2e = seconds(
             "vllm:e2e_request_latency_seconds", "From arrival until the end was written", request
         )
-        self.queue = seconds("vllm:request_queue_time_seconds", "Waiting for a prefill worker", request)
-        self.prefill = seconds("vllm:request_prefill_time_seconds", "Prefilling the prompt", request)
+        self.queue = seconds("vllm:request_queue_time_seconds", "Waiting at a worker before prefill", request)
+        self.prefill = seconds(
+            "vllm:request_prefill_time_seconds", "Prefill, until the first token was sampled", request
+        )
         self.decode = seconds("vllm:request_decode_time_seconds", "From the first to the last token", request)
         self.inference = seconds("vllm:request_inference_time_seconds", "Prefill and decode", request)
-        self.request_prompt = seconds(
-            "vllm:request_prompt_tokens", "Prompt tokens per sequence", TOKEN_BUCKETS
+
+    def _define_tokens(self) -> None:
+        """Tokens of requests and sequences, and what became of these."""
+        counter, tokens = self.registry.counter, self.registry.histogram
+        self.request_prompt = tokens(
+            "vllm:request_prompt_tokens", "Prompt tokens of a sequence", TOKEN_BUCKETS
         )
-        self.request_generation = seconds(
-            "vllm:request_generation_tokens", "New tokens per sequence", TOKEN_BUCKETS
+        self.request_generation = tokens(
+            "vllm:request_generation_tokens", "New tokens of a sequence", TOKEN_BUCKETS
         )
-        self.max_generation = seconds(
+        self.max_generation = tokens(
             "vllm:request_max_num_generation_tokens",
             "New tokens of a request's longest sequence",
             TOKEN_BUCKETS,
         )
-        self.params_n = seconds("vllm:request_params_n", "The parameter n", COUNT_BUCKETS)
-        self.params_max = seconds(
+        self.params_n = tokens("vllm:request_params_n", "The parameter n, per request", COUNT_BUCKETS)
+        self.params_max = tokens(
             "vllm:request_params_max_tokens", "The most tokens a sequence may have", TOKEN_BUCKETS
         )
         self.prompt_tokens = counter(
             "vllm:prompt_tokens",
-            "Prompt tokens processed, cached ones included",
+            "Prompt tokens of answered sequences, cached ones included",
             "model_name",
         )
         self.cached_tokens = counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens found in a cache", "model_name"
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens of answered sequences found in the prefix cache",
+            "model_name",
         )
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated", "model_name")
-        self.success = counter("vllm:request_success", "Answered sequences", "model_name", "finished_reason")
+        self.generation_tokens = counter(
+            "vllm:generation_tokens", "New tokens of answered sequences", "model_name"
+        )
+        self.success = counter(
+            "vllm:request_success", "Answered sequences: stop or length", "model_name", "finished_reason"
+        )
         self.kv = KvCounters(self.registry.counter)
         self.bulk = BulkCounters(self.registry)
-        self.rejections = counter("vllm:admission_rejections", "Requests refused because of load", "reason")
+        self.rejections = counter(
+            "vllm:admission_rejections", "What failed with 429 or 503, by code", "reason"
+        )
 
     def _define_stages(self) -> None:
         """How long the stages of a sequence take. The stages up to the first token add up to TTFT."""
@@ -146,26 +229,28 @@ class GatewayMetrics(OutcomeSink):
         )
         self.ttft_stage = histogram(
             "diptych:ttft_stage_seconds",
-            "Stages of the time to first token; they sum to it",
+            "Stages of TTFT; they sum to it",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "stage",
         )
         self.handoff_stage = histogram(
             "diptych:handoff_stage_seconds",
-            "Stages between the first token and the second",
+            "Stages from the first to the second token; not colocated",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "stage",
         )
         self.transfer_seconds = histogram(
             "diptych:transfer_seconds",
-            "Moving one request's KV",
+            "Moving and verifying a request's KV, canaries included",
             bucket_bounds_s(STAGE_BUCKETS_MS),
             "transport",
         )
         self.nixl = NixlHistograms(self.registry)
-        self.transfer_bytes = counter("diptych:transfer_bytes", "KV moved", "transport")
+        self.transfer_bytes = counter("diptych:transfer_bytes", "Bytes of (coded) KV moved", "transport")
         self.transfer_parts = counter(
-            "diptych:transfer_part_seconds", "Moving KV, before and after it was complete", "part"
+            "diptych:transfer_part_seconds",
+            "Seconds of moving KV: hidden by prefill, exposed after the ticket",
+            "part",
         )
         self.queue_wait = plain_histogram(
             "diptych:queue_wait_seconds", "Waiting in the gateway, for room or for workers", STAGE_BUCKETS_MS
@@ -177,7 +262,7 @@ class GatewayMetrics(OutcomeSink):
         )
         self.loop_work = plain_histogram(
             "diptych:event_loop_work_seconds",
-            "How much of that is processor time of the loop itself",
+            "CPU time of the event loop itself within that lag; above 0.1 s a task is too slow",
             LAG_BUCKETS_MS,
         )
         for part in TRANSFER_PARTS:
@@ -188,82 +273,63 @@ class GatewayMetrics(OutcomeSink):
             self.handoff_stage.labels(stage)
 
     def _define_service(self) -> None:
-        """HTTP requests, failures, open requests, readiness, SLO attainment and goodput."""
+        """HTTP requests, failures, open requests and readiness."""
         counter, gauge = self.registry.counter, self.registry.gauge
-        self.http = counter("diptych:http_requests", "HTTP requests answered", "route", "status")
-        self.failures = counter("diptych:request_failures", "Sequences that failed", "code")
-        self.retries = counter("diptych:request_retries", "Attempts given up for another", "code")
+        self.http = counter(
+            "diptych:http_requests", "HTTP answers begun; unknown paths are other", "route", "status"
+        )
+        self.failures = counter("diptych:request_failures", "Sequences that ended in an error", "code")
+        self.retries = counter(
+            "diptych:request_retries", "Attempts given up for another one, by cause", "code"
+        )
         self.cancelled = counter("diptych:requests_cancelled", "Sequences whose client left")
         self.cut = counter("diptych:slow_readers_cut", "Answers ended because the client read too slowly")
         self.lost = counter("diptych:workers_lost", "Workers that went down, for whatever reason")
         self.open = gauge("diptych:open_requests", "HTTP requests being generated")
-        self.ready = gauge("diptych:ready", "1 when a canary went through every stage")
-        self.attainment = Gauge(
-            "diptych:slo_attainment",
-            f"Share of the last {SLO_WINDOW} within the SLO",
-            ["objective"],
-            registry=self.registry,
+        self.ready = gauge("diptych:ready", "1 if a canary or request recently went through both pools")
+        self.offered = counter(
+            "diptych:offered_requests", "Sequences asked for with valid keys; an early refusal counts as one"
         )
-        self.offered = counter("diptych:offered_requests", "Sequences asked for, refused ones included")
-        self.refused = counter("diptych:refused_requests", "Of these, refused because of load", "code")
+        self.refused = counter(
+            "diptych:refused_requests", "Sequences asked for and refused because of load (429, 503)", "code"
+        )
         for reason, rule in RULES.items():
             if rule.status == TOO_MANY_REQUESTS and reason not in RATE_REASONS:
                 self.refused.labels(rule.code or reason.value)
-        self.objective = Gauge(
-            "diptych:slo_objective_seconds", "The SLOs that were set", ["objective"], registry=self.registry
-        )
-        self.target = Gauge(
-            "diptych:slo_target_ratio", "Share that shall meet the SLO", ["objective"], registry=self.registry
-        )
-        self.checked = counter(
-            "diptych:slo_requests", "Sequences with an SLO, by whether they met it", "objective", "met"
-        )
-        self.outcomes = counter(
-            "diptych:slo_outcomes", "Sequences offered, by what they count as, and why", "outcome", "reason"
-        )
-        self.good_requests = counter("diptych:goodput_requests", "Sequences within all SLOs")
-        self.good_tokens = counter("diptych:goodput_tokens", "Tokens of sequences within all SLOs")
-        for name, bound in self._limits_s.items():
-            if bound is not None:
-                self.objective.labels(name).set(bound)
-                for objective in (name, BOTH):
-                    self.target.labels(objective).set(self.slo.attainment)
-                    # From 0 on: what a series begins with is no increase to Prometheus.
-                    self.checked.labels(objective, "true")
-                    self.checked.labels(objective, "false")
-        if self._has_slo:
-            for outcome, why in sorted(known_outcomes()):
-                self.outcomes.labels(outcome.value, why)
 
     def _define_failures(self) -> None:
         """The gateway's queue, and the outcome of requests whose workers failed."""
         counter, gauge = self.registry.counter, self.registry.gauge
-        self.queued = gauge("diptych:queued_requests", "Sequences waiting in the gateway")
+        self.queued = gauge("diptych:queued_requests", "Sequences that wait in the gateway")
         self.unprefilled_tokens = gauge(
             "diptych:unread_prompt_tokens", "Prompt tokens of admitted requests that are not prefilled yet"
         )
         self.foreseen = gauge(
-            "diptych:predicted_wait_seconds", "Predicted TTFT of a request that arrives now"
+            "diptych:predicted_wait_seconds",
+            "Predicted TTFT of a request that arrives now; above --max-queue-wait-s it gets 429",
         )
         self.migrated = counter(
-            "diptych:migrated_streams", "Streams continued by another worker after tokens were sent", "code"
+            "diptych:migrated_streams", "Attempts given up after tokens were sent", "code"
         )
-        self.local = counter("diptych:local_prefills", "Prompts that decode workers prefilled", "reason")
+        self.local = counter(
+            "diptych:local_prefills",
+            "Prompts prefilled by decode workers: no_prefill_worker, no_link, sooner",
+            "reason",
+        )
         self.quarantined = counter(
-            "diptych:quarantined_requests", "Requests refused because they crashed workers"
+            "diptych:quarantined_requests", "Sequences refused because they crashed workers"
         )
         self.suspects = gauge(
             "diptych:suspected_requests", "Requests that were open at a crash and are not cleared yet"
         )
-        self.late = counter("diptych:gateway_late_messages", "Messages of attempts that had ended", "kind")
+        self.late = counter("diptych:gateway_late_messages", "Messages about ended attempts, dropped", "kind")
         self.links_given_up = counter("diptych:links_given_up", "Links given up because KV arrived corrupt")
-        self.log_lines = counter("diptych:request_log_lines", "Lines of the request log", "outcome")
-        self.traces = counter("diptych:traces", "Traced requests, by what became of the trace", "outcome")
-
-    @property
-    def _has_slo(self) -> bool:
-        """Whether any SLO is set."""
-        return any(limit_s is not None for limit_s in self._limits_s.values())
+        self.log_lines = counter(
+            "diptych:request_log_lines", "Lines of --request-log: written, dropped, failed", "outcome"
+        )
+        self.traces = counter(
+            "diptych:traces", "Traced requests: sent, dropped (too many waiting), failed", "outcome"
+        )
 
     def on_arrived(self, record: SequenceRecord, now_s: float) -> None:
         """A sequence was handed to the backend."""
@@ -284,11 +350,8 @@ class GatewayMetrics(OutcomeSink):
         if record is not None and ended.ending is Ending.ANSWERED:
             self._observe_answer(record)
         if record is not None and checked.outcome is Outcome.MET:
-            self.good_requests.inc()
-            self.good_tokens.inc(record.tokens)
-        if self._has_slo:
-            self.outcomes.labels(checked.outcome.value, checked.reason).inc()
-            self._count_slos(checked.slos)
+            self.slos.count_goodput(record.tokens)
+        self.slos.count_outcome(checked)
 
     def observe_gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """Record `num_tokens` new tokens of a sequence, `seconds` after the step before: one gap per token."""
@@ -322,14 +385,6 @@ class GatewayMetrics(OutcomeSink):
         self.inference.labels(model).observe(prefill_s + record.decode_s)
         if record.tpot_s is not None:
             self.tpot.labels(model).observe(record.tpot_s)
-
-    def _count_slos(self, slos: Mapping[str, bool]) -> None:
-        """Count one sequence for attainment: by SLO, whether it was met."""
-        for name, is_met in slos.items():
-            window = self._attained[name]
-            window.append(is_met)
-            self.checked.labels(name, str(is_met).lower()).inc()
-            self.attainment.labels(name).set(sum(window) / len(window))
 
 
 def ttft_breakdown(record: SequenceRecord) -> dict[str, float]:

@@ -16,13 +16,13 @@ class NixlHistograms:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
             "vllm:nixl_xfer_time_seconds",
-            "Moving one request's KV over NIXL",
+            "Moving and verifying a request's KV over NIXL",
             registry=registry,
             buckets=SECONDS_BUCKETS,
         )
         self.num_bytes = Histogram(
             "vllm:nixl_bytes_transferred",
-            "KV of one request moved over NIXL",
+            "Bytes of KV per hand-off over NIXL",
             registry=registry,
             buckets=BYTES_BUCKETS,
         )

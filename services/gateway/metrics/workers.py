@@ -92,68 +92,96 @@ class WorkerCollector(Collector):
         self._prefix_caching = prefix_caching
 
     GAUGES = (
-        ("diptych:kv_slabs", "Slabs of the KV pool", "slabs_total"),
-        ("diptych:kv_slabs_used", "Slabs that requests hold", "slabs_used"),
-        ("diptych:kv_slabs_cached", "Slabs of cached prefixes that no request holds", "slabs_cached"),
-        ("diptych:kv_slabs_lent", "Slabs that only bulk work holds", "slabs_lent"),
+        ("diptych:kv_slabs", "Slabs (64 tokens) of the KV pool", "slabs_total"),
+        ("diptych:kv_slabs_used", "Slabs that requests hold; shared ones count once", "slabs_used"),
+        (
+            "diptych:kv_slabs_cached",
+            "Slabs of cached prefixes that no request holds: evicted when needed",
+            "slabs_cached",
+        ),
+        (
+            "diptych:kv_slabs_lent",
+            "Slabs that only bulk work holds; not in diptych:kv_slabs_used",
+            "slabs_lent",
+        ),
         ("diptych:leases", "Requests whose KV waits to be pulled", "leases"),
-        ("diptych:staging_bytes", "Bytes of KV on the way", "staging_bytes"),
-        ("diptych:waiting_tokens", "Prompt tokens waiting", "waiting_tokens"),
+        ("diptych:staging_bytes", "Bytes of KV being moved to this worker", "staging_bytes"),
+        ("diptych:waiting_tokens", "Prompt tokens in the queue", "waiting_tokens"),
         ("diptych:worker_draining", "1 for a worker that takes no new work", "draining"),
         (
             "diptych:worker_stuck_seconds",
-            "Seconds since the engine's last progress, if unusually long",
+            (
+                "Seconds since the engine's last progress, above 20 s and 4 times the longest round; it "
+                "counts as lost"
+            ),
             "stuck_s",
         ),
     )
     # Of workers with a transfer buffer.
     BUFFER_GAUGES = (
         ("diptych:buffer_slabs", "Slabs of the transfer buffer", "buffer_slabs"),
-        ("diptych:buffer_slabs_used", "Of these, written, read or leased", "buffer_used"),
-        ("diptych:buffer_slabs_leased", "Of the used ones, leased", "buffer_leased"),
-        ("diptych:buffer_slabs_cached", "Slabs with chunks that may be offered again", "buffer_cached"),
+        ("diptych:buffer_slabs_used", "Slabs of the transfer buffer written, read or leased", "buffer_used"),
+        ("diptych:buffer_slabs_leased", "Slabs of the transfer buffer that are leased", "buffer_leased"),
+        (
+            "diptych:buffer_slabs_cached",
+            "Slabs of the transfer buffer with chunks that may be offered again",
+            "buffer_cached",
+        ),
         ("diptych:device_copies", "Slabs being copied to or from the device", "copies_in_flight"),
         ("diptych:offers_waiting", "Prefilled requests that wait for the buffer", "offers_waiting"),
     )
     COUNTERS = (
-        ("diptych:late_messages", "Messages of attempts that had ended", "late_messages"),
+        ("diptych:late_messages", "Messages about ended attempts, dropped", "late_messages"),
         (
             "diptych:integrity_failures",
             "Hand-offs given up because a KV chunk did not match its digest",
             "integrity_failures",
         ),
-        ("diptych:wasted_bytes", "Bytes of KV pulled ahead in vain", "wasted_bytes"),
+        ("diptych:wasted_bytes", "Bytes of KV pulled early, and again after a change", "wasted_bytes"),
         ("diptych:leases_expired", "Leases that ended because they were not renewed", "leases_expired"),
         ("diptych:engine_steps", "Steps of the engine", "steps"),
         ("diptych:engine_step_seconds", "Seconds in steps", "step_seconds"),
         ("diptych:engine_step_tokens", "Tokens computed in steps", "step_tokens"),
-        ("diptych:bulk_units", "Units of bulk work", "bulk_units"),
+        ("diptych:bulk_units", "Units of bulk work, not in steps", "bulk_units"),
         ("diptych:bulk_seconds", "Seconds in units of bulk work", "bulk_seconds"),
-        ("diptych:bulk_preemptions", "Times that bulk work lost its memory", "bulk_preemptions"),
+        ("diptych:bulk_preemptions", "Bulk sequences that lost their memory", "bulk_preemptions"),
         ("diptych:seat_pauses", "Running sequences paused to give their place to another", "seat_pauses"),
     )
 
     VLLM_COUNTERS = (
-        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
-        ("vllm:prefix_cache_hits", "Of these, found there", "prefix_hits"),
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache, in full chunks",
+            "prefix_queries",
+        ),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
     )
     # Of each KV class.
     CLASS_GAUGES = (
-        ("diptych:kv_class_slabs", "Slabs of the KV pool, by class", "slabs"),
+        ("diptych:kv_class_slabs", "Slabs of the KV pool by class: a codec's id or raw", "slabs"),
         ("diptych:kv_class_slabs_used", "Slabs that requests hold, by class", "used"),
         (
             "diptych:kv_class_slabs_cached",
             "Slabs of cached prefixes that no request holds, by class",
             "cached",
         ),
-        ("diptych:kv_class_chunk_bytes", "Bytes of 64 tokens of KV as they are stored", "chunk_bytes"),
+        (
+            "diptych:kv_class_chunk_bytes",
+            "Bytes of 64 tokens of KV, as they are stored and moved",
+            "chunk_bytes",
+        ),
     )
     # Counters by name: (metric, help text, label that holds the name, attribute of the statistics).
     NAMED = (
-        ("diptych:preemptions", "Running requests interrupted because memory was full", "way", "preemptions"),
+        (
+            "diptych:preemptions",
+            ("Running requests interrupted because memory was full: recompute, park (KV in host memory)"),
+            "way",
+            "preemptions",
+        ),
         (
             "diptych:step_seconds",
-            "Seconds in steps of the engine, by part of the step",
+            "Seconds in steps: schedule, prepare, run, evict, sample, send",
             "part",
             "step_parts",
         ),
@@ -168,7 +196,7 @@ class WorkerCollector(Collector):
         snapshots = list(self._snapshots())
         yield from self._collect_vllm(snapshots)
         yield from self._collect_vllm_details(snapshots)
-        up = GaugeMetricFamily("diptych:worker_up", "Workers present", labels=["worker", "role"])
+        up = GaugeMetricFamily("diptych:worker_up", "1 for each worker that is up", labels=["worker", "role"])
         for snapshot in snapshots:
             up.add_metric([snapshot.worker, snapshot.role], 1)
         yield up
@@ -202,7 +230,9 @@ class WorkerCollector(Collector):
         if not snapshots:
             return
         device = GaugeMetricFamily(
-            "diptych:worker_device_info", "1; the label is the device", labels=["worker", "role", "device"]
+            "diptych:worker_device_info",
+            "1 for each worker on a GPU; the label is the device",
+            labels=["worker", "role", "device"],
         )
         for snapshot in snapshots:
             device.add_metric([snapshot.worker, snapshot.role, snapshot.device], 1)
@@ -226,10 +256,14 @@ class WorkerCollector(Collector):
     def _collect_vllm(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
         """The metrics with vLLM's names."""
         labels = ["model_name", "engine"]
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests running per worker", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting per worker", labels=labels)
+        running = GaugeMetricFamily(
+            "vllm:num_requests_running", "Sequences in prefill or decode", labels=labels
+        )
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting", "Sequences queued, or whose KV has not arrived", labels=labels
+        )
         usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", labels=labels
+            "vllm:kv_cache_usage_perc", "Share of the pool that requests hold, 0 to 1", labels=labels
         )
         for snapshot in snapshots:
             row = [self._model, snapshot.worker]
@@ -237,7 +271,9 @@ class WorkerCollector(Collector):
             waiting.add_metric(row, snapshot.stats.waiting)
             usage.add_metric(row, snapshot.stats.slabs_used / max(1, snapshot.stats.slabs_total))
         yield from (running, waiting, usage)
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Preempted requests", labels=labels)
+        preempted = CounterMetricFamily(
+            "vllm:num_preemptions", "Requests requeued by a full pool", labels=labels
+        )
         for snapshot in snapshots:
             preempted.add_metric([self._model, snapshot.worker], sum(snapshot.stats.preemptions.values()))
         yield preempted
@@ -250,11 +286,13 @@ class WorkerCollector(Collector):
     def _collect_vllm_details(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
         """What vLLM's own dashboards ask for besides: the cache's size, why sequences wait, how large steps are."""
         cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "1; the labels are the KV cache", labels=CACHE_LABELS
+            "vllm:cache_config_info",
+            "1; the labels are the KV cache, whose blocks are slabs",
+            labels=CACHE_LABELS,
         )
         reasons = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
-            "Requests waiting",
+            "Waiting sequences: deferred (KV has not arrived), capacity",
             labels=["model_name", "engine", "reason"],
         )
         sizes = HistogramMetricFamily(
@@ -274,10 +312,10 @@ class WorkerCollector(Collector):
         """Speed and latency of each link, and what was moved over it."""
         labels = ["source", "target", "transport"]
         speed = GaugeMetricFamily(
-            "diptych:link_gb_per_s", "Bandwidth, measured when the link was opened", labels=labels
+            "diptych:link_gb_per_s", "A link's bandwidth, measured when it was opened", labels=labels
         )
         latency = GaugeMetricFamily(
-            "diptych:link_latency_us", "Latency, measured when the link was opened", labels=labels
+            "diptych:link_latency_us", "A link's latency, measured when it was opened", labels=labels
         )
         moved = CounterMetricFamily("diptych:link_bytes", "KV moved by this pair of workers", labels=labels)
         for link in self._links():

@@ -20,6 +20,9 @@ from services.host.watched_files import LOOK_S, WatchedFiles
 
 log = logging.getLogger(__name__)
 
+# The metric, which is there with a certificate alone: its name and what it means.
+EXPIRY = "diptych:certificate_expiry_seconds", "When the certificate in use expires, in Unix seconds"
+
 
 class CertificateWatch:
     """The certificate that handshakes use now, as two files say. `problem` is what is wrong with the files now."""
@@ -29,9 +32,7 @@ class CertificateWatch:
         self._certfile, self._keyfile, self.problem = Path(certfile), Path(keyfile), ""
         self._files = WatchedFiles(self._certfile, self._keyfile)
         self._certificate = load_certificate(self._certfile, self._keyfile)
-        self._expiry: Gauge = registry.gauge(
-            "diptych:certificate_expiry_seconds", "When the certificate in use expires, in Unix seconds"
-        )
+        self._expiry: Gauge = registry.gauge(*EXPIRY)
         self._expiry.set(self._certificate.expires.timestamp())
 
     @property

@@ -36,7 +36,7 @@ def queries() -> dict[str, str]:
 def known_names() -> set[str]:
     """Every name that a query may ask for: the gateway's, with those of its histograms, and the recorded ones."""
     names = {rule["record"] for rule in recording_rules()} | {"up"}
-    for name, (kind, _) in exported().items():
+    for name, (kind, *_) in exported().items():
         names |= {f"{name}{end}" for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
     return names
 

@@ -121,7 +121,7 @@ class Exchange:
 def counted_so_far() -> tuple[float, float]:
     """Sequences offered, and those with an outcome, in the metrics of all tests."""
     totals: dict[str, float] = {}
-    for metric in (METRICS.offered, METRICS.outcomes):
+    for metric in (METRICS.offered, METRICS.slos.outcomes):
         for one in (sample for family in metric.collect() for sample in family.samples):
             totals[one.name] = totals.get(one.name, 0.0) + one.value
     return totals["diptych:offered_requests_total"], totals["diptych:slo_outcomes_total"]

@@ -19,6 +19,8 @@ from router.requests.continuable import can_continue
 
 NUM_ASKED, STREAMS, NEW_TOKENS = 48, 8, 40
 KILLS, LEAVING, STOPPED_S, ANSWERS_S = 40, 300, 60.0, 180.0
+# With this share of all kills or more, a source stands still for the whole time.
+WHOLE_SHARE = 0.2
 
 
 def measure_faults(context: PartContext) -> None:
@@ -41,11 +43,11 @@ def measure_faults(context: PartContext) -> None:
             pids |= {deployment.pid(worker) for worker in deployment.workers}
             batch = faulty.submit(STREAMS)
             faulty.kill_in(stage, role)
-            faulty.leave(-(-LEAVING // KILLS))
+            faulty.leave(-(-LEAVING // rounds))
             end_round(batch)
         batch = faulty.submit(STREAMS)
         with deployment.paused("prefill-0"):
-            time.sleep(STOPPED_S * context.share)
+            time.sleep(STOPPED_S * min(1.0, context.share / WHOLE_SHARE))
         end_round(batch)
         pids |= {deployment.pid(worker) for worker in deployment.workers}
     context.record(check_answers(faulty, reference) | {"left_behind": sum(map(is_alive, pids))})

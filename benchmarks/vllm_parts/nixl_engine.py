@@ -2,10 +2,10 @@
 
 python -m benchmarks.vllm_parts.nixl_engine MODEL
 
-{"kind": "prefill", "name", "prompt"}             ─▶ {"name", "token", "params"}
-{"kind": "decode", "name", "prompt", "params"}    ─▶ {"name", "tokens", "seconds"}
+{"kind": "prefill", "name", "prompt"}             ─▶ {"name", "tokens", "params"}
+{"kind": "decode", "name", "prompt", "params"}    ─▶ {"name", "tokens", "begun", "seconds"}
 
-`seconds` are from the line to the first token.
+`seconds` are from the line, which came at `begun`, to the first token.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.vllm_parts.timed_steps import say_steps
+
 MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_BYTES = 2048, 70, 6 * 65536
 
 
 def open_engine(model: str) -> tuple[Any, Any]:
     """vLLM's engine in this process, and its scheduler."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_CPU_SGL_KERNEL", "0")
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,8 +59,13 @@ def read_line(wait: bool) -> dict[str, Any] | None:
 
 def run(model: str) -> None:
     """Serve until the input ends."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_SGL_KERNEL", "0")
     from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
+    say_steps(NixlConnector)
     engine, scheduler = open_engine(model)
     begun: dict[str, float] = {}
     print(json.dumps({"ready": True}), flush=True)
@@ -83,7 +87,8 @@ def run(model: str) -> None:
             name, tokens = output.request_id, list(output.outputs[0].token_ids)
             answer: dict[str, Any] = {"name": name, "tokens": tokens, "finished": output.finished}
             if name in begun:
-                answer["seconds"] = time.perf_counter() - begun.pop(name)
+                answer["begun"] = begun.pop(name)
+                answer["seconds"] = time.perf_counter() - answer["begun"]
             if output.finished:
                 answer["params"] = output.kv_transfer_params
             print(json.dumps(answer), flush=True)

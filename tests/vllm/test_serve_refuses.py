@@ -46,4 +46,4 @@ def test_arguments_and_sizes_that_vllm_or_memory_refuses(
 
 def test_a_model_without_kv(vllm_python: str, embedded_model: str) -> None:
     folder = model_folder(embedded_model, MAMBA)
-    assert "the model has no KV" in refused(folder, python=vllm_python)
+    assert "the model has a state instead of KV" in refused(folder, python=vllm_python)

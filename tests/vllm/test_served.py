@@ -79,19 +79,19 @@ def expected(vllm_python: str, embedded_model: str) -> dict[tuple[str, int], str
 def served(vllm_python: str, expected: dict[tuple[str, int], str]) -> Iterator[Launched]:
     """One prefill and one decode worker, started after the reference has ended."""
     options = ("--engine", "vllm", "--vllm-python", vllm_python, "--vllm-args", "--enforce-eager")
+    # A new worker loads for longer than requests wait for one by default.
+    waits = ("--recovery-s", "300")
     more = ("--dtype", "float32", "--data-dir", "none", "--generation-config", "none", "--admin-key", ADMIN)
-    with serve("tiny", *options, *more) as launched:
+    with serve("tiny", *options, *waits, *more) as launched:
         yield Launched(launched.url, ADMIN, terminal=launched.terminal)
 
 
 def complete(served: Launched, kind: str, length: int, **more: Any) -> str:
     """The text of an answer."""
     fields = dict(KINDS[kind][0])
-    extra = {"ignore_eos": True} | {
-        name: fields.pop(name) for name in ("structured_outputs",) if name in fields
-    }
-    if "structured_outputs" in extra:
-        del extra["ignore_eos"]
+    # OpenAI's library does not know it of completions.
+    shape = fields.pop("response_format", None)
+    extra = {"ignore_eos": True} if shape is None else {"response_format": shape}
     with served.client() as client:
         answer = client.completions.create(
             model="tiny", prompt=made_up(length), max_tokens=NEW_TOKENS, extra_body=extra, **fields | more

@@ -20,6 +20,7 @@ from benchmarks.load.answer_checks import AskedRequest
 from benchmarks.load.channel_deployment import ChannelAnswer, ChannelDeployment
 from benchmarks.vllm_parts.faults import check_answers
 from benchmarks.vllm_parts.tampering import SPOILERS, Tampering
+from benchmarks.vllm_parts.timed_steps import FORWARD, LOAD, MARK, STEP, FirstStep, read_first_step
 from diptych.errors import TransferError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.request import Request, SamplingParams
@@ -105,3 +106,16 @@ def test_only_what_cannot_be_continued_may_end_with_an_error() -> None:
     found = check_answers(faulty, [answer_of([5, 6])] * len(stayed))
     assert (found["fault_answers"], found["fault_wrong"], found["fault_failed"]) == (5, 1, 2)
     assert found["fault_ended"] == {"not_continuable": 2, "internal_error": 1}
+
+
+def test_the_first_step_after_a_ticket_is_found_with_its_loads(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    events = [
+        (STEP, 1.0, 0.0), (FORWARD, 1.25, 0.0),
+        (LOAD, 1.5, 8.0), (STEP, 2.0, 0.0), (LOAD, 2.25, 0.125), (FORWARD, 2.5, 0.0), (LOAD, 2.75, 4.0),
+        (STEP, 3.0, 0.0), (FORWARD, 3.5, 0.0),
+    ]  # fmt: skip
+    log.write_text("another line\n" + "".join(f"{MARK} {what} {at} {more}\n" for what, at, more in events))
+    assert read_first_step(log, 1.25) == FirstStep(0.875, 1.25)
+    with pytest.raises(ValueError, match="empty"):
+        read_first_step(log, 4.0)

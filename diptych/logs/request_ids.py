@@ -2,6 +2,7 @@
 
     req_1f…                  the HTTP request; `x-request-id` of its answer
     chatcmpl-1f…, cmpl-1f…   its answer, and its only sequence
+    resp_1f…, msg_1f…        the same, of the routes `/v1/responses` and `/v1/messages`
     chatcmpl-1f….2           the third of several sequences
 
 All have the same digits, so the log of any process can be searched for each of them.
@@ -14,7 +15,7 @@ import secrets
 from dataclasses import dataclass
 
 REQUEST_PREFIX = "req_"
-SEQUENCE_PATTERN = re.compile(r"(?:chatcmpl|cmpl)-([0-9a-f]{32})(?:\.\d+)?")
+SEQUENCE_PATTERN = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9a-f]{32})(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ def new_request_id() -> str:
 
 
 def answer_id(prefix: str, request_id: str) -> str:
-    """The id of the answer to an HTTP request: `prefix` ("chatcmpl", "cmpl") with the digits of the request's id."""
-    return f"{prefix}-{request_id.removeprefix(REQUEST_PREFIX) or secrets.token_hex(16)}"
+    """The id of the answer to an HTTP request: `prefix` ("chatcmpl-", …) with the digits of the request's id."""
+    return f"{prefix}{request_id.removeprefix(REQUEST_PREFIX) or secrets.token_hex(16)}"
 
 
 def ids_of_sequence(sequence: str, client: str = "") -> RequestIds:

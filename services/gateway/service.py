@@ -40,11 +40,15 @@ from services.gateway.preparation.preparation_job import (
     PreparedRequest,
 )
 from services.gateway.preparation.preparer_pool import PreparerPool
+from services.gateway.responses.responses_format import ResponsesFormat
+
+FormatMaker = Callable[[ResponseHead, ResolvedRequest, LogprobJson], OutputFormat]
 
 # By path, which lines of batches name too: the name of the route for preparers, the prefix of ids, and the format.
-GENERATION_ROUTES: Mapping[str, tuple[str, str, type[ChatFormat | CompletionFormat]]] = {
-    "/v1/chat/completions": ("chat", "chatcmpl", ChatFormat),
-    "/v1/completions": ("completion", "cmpl", CompletionFormat),
+GENERATION_ROUTES: Mapping[str, tuple[str, str, FormatMaker]] = {
+    "/v1/chat/completions": ("chat", "chatcmpl-", ChatFormat),
+    "/v1/completions": ("completion", "cmpl-", CompletionFormat),
+    "/v1/responses": ("responses", "resp_", ResponsesFormat),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from services.gateway.generation.streaming import SSE_DONE
+from services.gateway.generation.formats import SSE_DONE
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 

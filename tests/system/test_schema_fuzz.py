@@ -34,7 +34,9 @@ REFUSED = frozenset({
     "tools", "tool_choice", "functions", "function_call", "audio", "prediction", "web_search_options",
     "moderation", "store", "suffix", "best_of", "prompt_cache_options", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "modalities", "continue_final_message", "top_logprobs",
-    "stream_options", "logit_bias", "stop_token_ids", "response_format"
+    "stream_options", "logit_bias", "stop_token_ids", "response_format",
+    "background", "truncation", "previous_response_id", "conversation", "context_management",
+    "access_programs", "image", "text", "reasoning", "thinking_token_budget"
 })
 # fmt: on
 MESSAGE_SCHEMA = {
@@ -46,6 +48,8 @@ MESSAGE_SCHEMA = {
 KNOWN: dict[str, Any] = {
     "model": {"enum": ["toy"]},
     "messages": {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": 3},
+    "input": {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": 3},
+    "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
     "n": {"type": "integer", "minimum": 1, "maximum": 3},
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
@@ -81,11 +85,13 @@ def published(gateway: Running) -> dict[str, Any]:
 def described(gateway: Running) -> dict[str, Any]:
     """The published description as a client of this very server would have it: its model, vocabulary and limits."""
     schema = published(gateway)
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         fields = schema["components"]["schemas"][name]["properties"]
         fields |= {field: known for field, known in KNOWN.items() if field in fields}
         for field in REFUSED & fields.keys():
             del fields[field]
+    # Here it names a stored template.
+    del schema["components"]["schemas"]["ResponsesRequest"]["properties"]["prompt"]
     fields = schema["components"]["schemas"]["BatchRequest"]["properties"]
     fields |= {"input_file_id": {"enum": [uploaded(gateway)]}, "completion_window": {"enum": ["24h", "1h"]}}
     fields["metadata"] = {"type": "object", "properties": {"k": {"type": "string", "maxLength": 9}}}

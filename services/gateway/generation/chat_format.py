@@ -10,6 +10,7 @@ from msgspec import UNSET, Raw
 from services.gateway.generation.chat_parts import make_call_id, make_delta, make_message
 from services.gateway.generation.formats import (
     MAX_WRITTEN_TOKENS,
+    ChunkEvents,
     ResponseHead,
     UsageField,
     obfuscation_padding,
@@ -30,7 +31,7 @@ from services.gateway.openai.schemas.response_schema import (
 
 
 @dataclass(frozen=True)
-class ChatFormat:
+class ChatFormat(ChunkEvents):
     """The chat format of `OutputFormat`.
 
     The role comes in a first chunk of its own, the finish reason in a last one: some clients fail if the finish reason

@@ -9,6 +9,7 @@ from msgspec import UNSET, Raw
 
 from services.gateway.generation.formats import (
     MAX_WRITTEN_TOKENS,
+    ChunkEvents,
     ResponseHead,
     UsageField,
     obfuscation_padding,
@@ -21,7 +22,7 @@ from services.gateway.openai.schemas.response_schema import Completion, Completi
 
 
 @dataclass(frozen=True)
-class CompletionFormat:
+class CompletionFormat(ChunkEvents):
     """The completions format of `OutputFormat`. Chunks and whole bodies have the same shape."""
 
     head: ResponseHead

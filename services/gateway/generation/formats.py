@@ -1,11 +1,13 @@
-"""The interface between the two generation routes and the response formats that differ between them.
+"""The interface between the generation routes and the response formats that differ between them.
 
-`OutputFormat` is the interface; `chat_format` and `completion_format` implement it.
+`OutputFormat` is the interface. `chat_format` and `completion_format` implement it by chunks, see `ChunkEvents`;
+`services.gateway.responses` and `services.gateway.messages` by named events.
 """
 
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from diptych.chunks import RAW_CLASS
+from diptych.failure_statuses import RequestFailure
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.schemas.response_schema import DetailsField, KvDetails, Usage
@@ -24,7 +27,8 @@ UsageField = Usage | None | UnsetType
 MAX_WRITTEN_TOKENS = 128
 # Padding makes the number of characters of a chunk's text a multiple of this.
 OBFUSCATION_CHARS = 16
-
+SSE_PING = b": ping\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 
 # The header of an answer whose KV was coded: the KV class.
 KV_CLASS_HEADER = "x-diptych-kv-class"
@@ -35,7 +39,8 @@ class ResponseHead:
     """The fields that the whole body, or every chunk, of one response repeats. `created` is in Unix seconds.
 
     `kv_class` is named when the first token is there: the class that KV is coded in, or "" for KV without a codec.
-    `keep` is the threshold of a request that evicts, else 1.
+    `keep` is the threshold of a request that evicts, else 1. `cached_tokens` are those of the prompt, known with the
+    first token, too.
     """
 
     id: str
@@ -44,6 +49,7 @@ class ResponseHead:
     model_fingerprint: str | None
     kv_class: str = ""
     keep: float = 1.0
+    cached_tokens: int = 0
 
     @property
     def fingerprint(self) -> str | None:
@@ -65,33 +71,101 @@ class ResponseHead:
         return [(KV_CLASS_HEADER.encode(), self.kv_class.encode())] if self.kv_class else []
 
 
+def sse_event(body: object) -> bytes:
+    """One server-sent event with `body` as JSON."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def named_event(name: str, body: object) -> bytes:
+    """One server-sent event with a name, and `body` as JSON."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(body))
+
+
 class OutputFormat(Protocol):
     """The response bodies of one route.
 
-    A stream consists, per choice, of `begin_chunks`, any number of `delta_chunk`, and `end_chunk`. The `final_chunk`
-    follows if the client asked for it. `choice` is the index of a choice, and `used` is the `usage` field of its chunk.
+    A stream consists, per choice, of `begin_events`, any number of `delta_events`, and `end_events`; then come the
+    `closing_events`, or after a failure the `failure_events`. All of them are bytes of server-sent events. `choice` is
+    the index of a choice, and `used` is the `usage` field of its chunk.
     """
 
     @property
     def head(self) -> ResponseHead:
         """The fields that all bodies of the response repeat."""
 
-    def begin_chunks(self, choice: int, used: UsageField = UNSET) -> Sequence[msgspec.Struct]:
-        """The chunks that precede the text of a choice; may be none."""
+    @property
+    def ping(self) -> bytes:
+        """The event that says only that the server is alive."""
 
-    def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> msgspec.Struct:
-        """A chunk with new text and log-probabilities of a choice."""
+    @property
+    def kept_bytes(self) -> int:
+        """Roughly the memory of what the format keeps of an answer, in bytes."""
 
-    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> msgspec.Struct:
-        """The chunk that ends a choice with its finish reason."""
+    def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
+        """The events that precede the text of a choice; may be none."""
 
-    def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> msgspec.Struct:
-        """The chunk with the usage and the timings of the whole request, as far as they were asked for."""
+    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> list[bytes]:
+        """The events with new text and log-probabilities of a choice. The piece has at most one part."""
+
+    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
+        """The events that end a choice with the finish reason of `text`."""
+
+    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
+        """The last events, with the usage and the timings of the whole request, as far as they were asked for."""
+
+    def failure_events(self, failure: RequestFailure) -> list[bytes]:
+        """The last events of a stream that has failed."""
 
     def full_body_parts(
         self, texts: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
     ) -> Iterator[bytes]:
         """The JSON of a whole response, in parts that each take some milliseconds. Takes the text out of `texts`."""
+
+
+class ChunkEvents(ABC):
+    """The events of routes whose streams are chunks of one shape, as `data:` lines with [DONE] at the end."""
+
+    ping = SSE_PING
+    # A chunk needs nothing of those before it.
+    kept_bytes = 0
+
+    @abstractmethod
+    def begin_chunks(self, choice: int, used: UsageField = UNSET) -> Sequence[msgspec.Struct]:
+        """The chunks that precede the text of a choice; may be none."""
+
+    @abstractmethod
+    def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> msgspec.Struct:
+        """A chunk with new text and log-probabilities of a choice."""
+
+    @abstractmethod
+    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> msgspec.Struct:
+        """The chunk that ends a choice with its finish reason."""
+
+    @abstractmethod
+    def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> msgspec.Struct:
+        """The chunk with the usage and the timings of the whole request, as far as they were asked for."""
+
+    def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
+        """The `begin_chunks` as events."""
+        return [sse_event(chunk) for chunk in self.begin_chunks(choice, used)]
+
+    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> list[bytes]:
+        """The `delta_chunk` as an event."""
+        return [sse_event(self.delta_chunk(choice, piece, used))]
+
+    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
+        """The `end_chunk` as an event."""
+        return [sse_event(self.end_chunk(choice, text.finish or "stop", used))]
+
+    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
+        """The `final_chunk` if it was asked for, and [DONE]."""
+        if usage is UNSET and details is UNSET:
+            return [SSE_DONE]
+        return [sse_event(self.final_chunk(usage, details)), SSE_DONE]
+
+    def failure_events(self, failure: RequestFailure) -> list[bytes]:
+        """The error, and [DONE]."""
+        return [sse_event(failure.error_body()), SSE_DONE]
 
 
 def best_answers(resolved: ResolvedRequest, texts: Sequence[OutputText]) -> list[OutputText]:

@@ -280,8 +280,12 @@ class Generation:
         Prompt tokens count once per prompt, and cached tokens as the prompt's first sequence found them. New tokens
         count for every sequence.
         """
-        cached = sum(stream.answer.cached_tokens for stream in self.streams[:: self.resolved.best_of])
-        return count_usage(self.resolved.prompt_tokens, cached, self.answers, self.kv)
+        return count_usage(self.resolved.prompt_tokens, self.cached_tokens, self.answers, self.kv)
+
+    @property
+    def cached_tokens(self) -> int:
+        """The prompt tokens that were cached."""
+        return sum(stream.answer.cached_tokens for stream in self.streams[:: self.resolved.best_of])
 
     @property
     def kv(self) -> KvDetails | None:

@@ -41,9 +41,10 @@ class ParsedText(OutputText):
 
     def _append_token(self, token: int, logprob: Logprob | None) -> None:
         """Append a token. It counts as thought if it begins, continues or ends one."""
-        if logprob is not None and self._ask.logprobs is not None:
-            self._scored.add_token(token, self._num_detokenized, logprob)
         reader, mark = self._reader, self._mark_of.get(token)
+        is_scored = not self._ask.text_logprobs or (mark is None and reader.takes_content)
+        if logprob is not None and self._ask.logprobs is not None and is_scored:
+            self._scored.add_token(token, self._num_detokenized, logprob)
         was_thinking = reader.thinking
         if mark is None:
             text = self._detokenizer.feed(token)

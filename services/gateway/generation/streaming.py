@@ -1,11 +1,11 @@
 """Writes a generation to its client, as one body or as server-sent events (SSE).
 
-    a stream:   (role chunk, deltas, finish chunk) per choice, interleaved ─▶ final chunk if asked for ─▶ [DONE]
+    a stream:   (begin, deltas, end) per choice, interleaved ─▶ closing events
 
-Nothing is written before the first token, not even a ping. So an early failure is an HTTP error with its own status,
-however long it took. A later failure is an event `{"error": ...}` followed by [DONE]. If that cannot be written, the
-connection is reset: a clean end would look like success to official clients. In every case, sequences that still run
-are cancelled at the end.
+What the events are is the format's affair (`formats.OutputFormat`). Nothing is written before the first token, not even
+a ping. So an early failure is an HTTP error with its own status, however long it took. A later failure is an event. If
+that cannot be written, the connection is reset: a clean end would look like success to official clients. In every case,
+sequences that still run are cancelled at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 
-import msgspec
 from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,8 +35,6 @@ from services.gateway.tracing.spans import TracedSequence
 PING_INTERVAL_S = 10.0
 # Other tasks may run after this many seconds.
 PAUSE_S = 0.005
-SSE_PING = b": ping\n\n"
-SSE_DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -45,11 +42,6 @@ SSE_HEADERS = [
 ]
 
 log = logging.getLogger(__name__)
-
-
-def sse_event(body: object) -> bytes:
-    """One server-sent event with `body` as JSON."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class GenerationResponse(Response):
@@ -74,12 +66,14 @@ class GenerationResponse(Response):
         self._stall_s, self._ping_s, self._timings = stall_s, ping_s, timings
         # The time at which this task last let other tasks run.
         self._paused_s = 0.0
+        self._kept_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = ResponseWriter(scope, send, self._stall_s)
         left = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             with self.generation.run_sequences(self._running):
+                self._hold_kept()
                 work = asyncio.create_task(self._write_answer(writer, scope, receive, send))
                 try:
                     await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
@@ -152,12 +146,14 @@ class GenerationResponse(Response):
         await generation.wait_for_news(None)
         if generation.failure is not None:
             raise RequestError(generation.failure)
-        self.output_format.head.name_kv_class(generation.kv)
-        await writer.start_response(200, [*SSE_HEADERS, *self.output_format.head.headers])
+        head = self.output_format.head
+        head.name_kv_class(generation.kv)
+        head.cached_tokens = generation.cached_tokens
+        await writer.start_response(200, [*SSE_HEADERS, *head.headers])
         frames = [
-            sse_event(body)
+            frame
             for choice in range(len(streams))
-            for body in self.output_format.begin_chunks(choice, self.generation.usage_so_far(choice))
+            for frame in self.output_format.begin_events(choice, generation.usage_so_far(choice))
         ]
         open_streams = dict(enumerate(streams))
         while True:
@@ -169,7 +165,7 @@ class GenerationResponse(Response):
             over = generation.failure is not None or not open_streams
             frames += self._closing_frames() if over and not self._timings else []
             with generation.wait_for_reader():
-                await writer.write_body(b"".join(frames) or SSE_PING)
+                await writer.write_body(b"".join(frames) or self.output_format.ping)
             for choice, choice_frames in new_frames.items():
                 if choice_frames:
                     streams[choice].mark_written(time.monotonic())
@@ -194,25 +190,31 @@ class GenerationResponse(Response):
         await stream.pack_logprobs()
         piece, ended = stream.take_piece(), stream.answer.finish
         usage = self.generation.usage_so_far(choice)
-        frames = []
+        frames: list[bytes] = []
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS) if piece else ():
-            frames.append(sse_event(self.output_format.delta_chunk(choice, part, usage)))
+            frames += self.output_format.delta_events(choice, part, usage)
             if part.start or self._paused_s + PAUSE_S < time.monotonic():
                 await asyncio.sleep(0)
                 self._paused_s = time.monotonic()
         if ended is not None:
-            frames.append(sse_event(self.output_format.end_chunk(choice, ended, usage)))
+            frames += self.output_format.end_events(choice, stream.answer, usage)
+        self._hold_kept()
         return frames, ended is not None
 
+    def _hold_kept(self) -> None:
+        """Count the memory of what the format keeps of the answer."""
+        kept_bytes = self.output_format.kept_bytes
+        if kept_bytes != self._kept_bytes:
+            self.generation.hold_bytes(kept_bytes - self._kept_bytes)
+            self._kept_bytes = kept_bytes
+
     def _closing_frames(self) -> list[bytes]:
-        """The last events of a stream: an error, or usage and timings if asked for, and then [DONE]."""
+        """The last events of a stream: an error, or usage and timings if asked for."""
         generation = self.generation
         if generation.failure is not None:
-            return [sse_event(generation.failure.error_body()), SSE_DONE]
-        if not generation.resolved.include_usage and not self._timings:
-            return [SSE_DONE]
+            return self.output_format.failure_events(generation.failure)
         usage = generation.usage if generation.resolved.include_usage else UNSET
-        return [sse_event(self.output_format.final_chunk(usage, self._describe_answer())), SSE_DONE]
+        return self.output_format.closing_events(usage, self._describe_answer())
 
     def _describe_answer(self) -> DetailsField:
         """What the answer says about how it was made; UNSET if the client did not ask for that."""

@@ -39,15 +39,34 @@ from services.gateway.openai.schemas.response_schema import (
     Tokenized,
     Version,
 )
+from services.gateway.openai.schemas.responses_objects import (
+    DeltaEvent,
+    DoneEvent,
+    ItemEvent,
+    PartEvent,
+    ResponseEvent,
+    ResponseObject,
+)
+from services.gateway.openai.schemas.responses_request import ResponsesRequest
 
 JSON, SSE, PLAIN = "application/json", "text/event-stream", "text/plain"
 FORM, BYTES = "multipart/form-data", "application/octet-stream"
 SCHEMA_REF = "#/components/schemas/{name}"
-REQUEST_SCHEMAS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, BatchRequest)
-RESPONSE_SCHEMAS = (
+REQUEST_SCHEMAS = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    BatchRequest,
+)
+RESPONSE_EVENTS: tuple[type[Any], ...] = (ResponseEvent, ItemEvent, PartEvent, DeltaEvent, DoneEvent)
+RESPONSE_SCHEMAS: tuple[type[Any], ...] = (
     ChatCompletion,
     ChatChunk,
     Completion,
+    ResponseObject,
+    *RESPONSE_EVENTS,
     Tokenized,
     Detokenized,
     ModelList,
@@ -125,6 +144,9 @@ def openapi_document(version: str) -> dict[str, Any]:
                 "Answer a conversation", ChatRequest, ChatCompletion, ChatChunk
             ),
             "/v1/completions": _post_operation("Continue a text", CompletionRequest, Completion, Completion),
+            "/v1/responses": _post_operation(
+                "Answer items with items", ResponsesRequest, ResponseObject, *RESPONSE_EVENTS
+            ),
             "/tokenize": _post_operation("Text or messages to token ids", TokenizeRequest, Tokenized),
             "/detokenize": _post_operation("Token ids to text", DetokenizeRequest, Detokenized),
             "/v1/models": _get_operation("The models served", _json_content(ModelList)),
@@ -242,9 +264,10 @@ def _json_content(kind: type[Any]) -> dict[str, Any]:
     return {JSON: {"schema": {"$ref": SCHEMA_REF.format(name=kind.__name__)}}}
 
 
-def _sse_content(chunk: type[Any]) -> dict[str, Any]:
+def _sse_content(*chunks: type[Any]) -> dict[str, Any]:
     """The content of a stream: the data of each event is a chunk, an error or [DONE]."""
-    inside = {"anyOf": [{"$ref": SCHEMA_REF.format(name=kind.__name__)} for kind in (chunk, ErrorReply)]}
+    kinds: list[type[Any]] = [*chunks, ErrorReply]
+    inside = {"anyOf": [{"$ref": SCHEMA_REF.format(name=kind.__name__)} for kind in kinds]}
     piece = {"type": "string", "contentMediaType": JSON, "contentSchema": inside}
     data = {"anyOf": [{"const": "[DONE]"}, piece]}
     return {SSE: {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
@@ -257,10 +280,8 @@ def _error_responses(*statuses: str) -> dict[str, Any]:
     }
 
 
-def _post_operation(
-    summary: str, body: type[Any], answer: type[Any], chunk: type[Any] | None = None
-) -> dict[str, Any]:
-    content = _json_content(answer) | (_sse_content(chunk) if chunk is not None else {})
+def _post_operation(summary: str, body: type[Any], answer: type[Any], *chunks: type[Any]) -> dict[str, Any]:
+    content = _json_content(answer) | (_sse_content(*chunks) if chunks else {})
     return {
         "post": {
             "summary": summary,

@@ -94,6 +94,10 @@ class ResolvedRequest:
     keep: KeepSpec = KEEP_ALL
     # What the reader of its answers needs to know; None: they are plain text.
     context: AnswerContext | None = None
+    # Whether only tokens of its text have log-probabilities, none of thoughts and calls.
+    text_logprobs: bool = False
+    # What the format of its answer needs to know, if it is not a chat's or a completion's.
+    route_fields: bytes = b""
 
     def with_chunk_names(self) -> ResolvedRequest:
         """The request with names for the chunks of its prompts. Takes some microseconds per chunk."""

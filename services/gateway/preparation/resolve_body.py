@@ -35,6 +35,7 @@ from services.gateway.openai.schemas.request_schema import (
     TokenizeRequest,
 )
 from services.gateway.openai.schemas.response_schema import Detokenized, Tokenized
+from services.gateway.openai.schemas.responses_request import ResponsesRequest
 from services.gateway.openai.tenancy import Caller, check_priority
 from services.gateway.openai.thoughts import (
     check_thought_budget,
@@ -43,6 +44,7 @@ from services.gateway.openai.thoughts import (
     is_thinking,
 )
 from services.gateway.openai.tools import TOOLS, ToolPlan, build_tool_grammar, gate_calls, plan_tools
+from services.gateway.openai.translated import TranslatedRequest
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -55,6 +57,7 @@ from services.gateway.openai.validate import (
     split_prompts,
 )
 from services.gateway.parsing.answer_parts import AnswerContext
+from services.gateway.responses.translate import translate_responses
 
 GRAMMAR_FIELD = "response_format"
 
@@ -96,6 +99,8 @@ class BodyRoute:
     schema: type[Any]
     validate: Callable[[Any, Caller, RequestRules], ValidBody]
     resolve: Callable[[Any, ValidBody, list[Prompt], Caller, RequestRules], ResolvedRequest | bytes]
+    # Of a route that is a chat in another shape: makes the chat, which the two other functions take then.
+    translate: Callable[[Any], TranslatedRequest] | None = None
 
 
 def resolve_body(
@@ -111,6 +116,17 @@ def resolve_body(
     """
     steps = ROUTES[route]
     fields = parse_body(body, steps.schema, rules.limits.max_depth)
+    if steps.translate is None:
+        return _resolve_fields(steps, fields, caller, rules, check)
+    translated = steps.translate(fields)
+    with translated.names.rename_errors():
+        return _resolve_fields(steps, translated, caller, rules, check)
+
+
+def _resolve_fields(
+    steps: BodyRoute, fields: Any, caller: Caller, rules: RequestRules, check: GrammarCheck
+) -> ResolvedRequest | bytes:
+    """The same as `resolve_body`, for a body that is decoded."""
     valid = steps.validate(fields, caller, rules)
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
         raise grammar_error(why, TOOLS if valid.plan is not None else GRAMMAR_FIELD)
@@ -185,6 +201,21 @@ def _resolve_chat(
         grammar = _gate_grammar(grammar, valid.plan, context.prefix, rules)
     plain = Prompt(prompt.ids)
     return resolve_chat(request, plain, grammar, rules, caller.tenant, system_tokens, context)
+
+
+def _validate_translated(translated: TranslatedRequest, caller: Caller, rules: RequestRules) -> ValidBody:
+    return _validate_chat(translated.chat, caller, rules)
+
+
+def _resolve_translated(
+    translated: TranslatedRequest,
+    valid: ValidBody,
+    prompts: list[Prompt],
+    caller: Caller,
+    rules: RequestRules,
+) -> ResolvedRequest:
+    resolved = _resolve_chat(translated.chat, valid, prompts, caller, rules)
+    return replace(resolved, text_logprobs=translated.text_logprobs, route_fields=translated.route_fields)
 
 
 def _find_context(prompt: Prompt, plan: ToolPlan | None, rules: RequestRules) -> AnswerContext | None:
@@ -284,6 +315,7 @@ def _resolve_detokenize(
 ROUTES = {
     "chat": BodyRoute(ChatRequest, _validate_chat, _resolve_chat),
     "completion": BodyRoute(CompletionRequest, _validate_completion, _resolve_completion),
+    "responses": BodyRoute(ResponsesRequest, _validate_translated, _resolve_translated, translate_responses),
     "tokenize": BodyRoute(TokenizeRequest, _validate_tokenize, _resolve_tokenize),
     "detokenize": BodyRoute(DetokenizeRequest, _validate_detokenize, _resolve_detokenize),
 }

@@ -18,6 +18,7 @@ MINE, YOURS = "key-of-mine-0123456789", "key-of-yours-012345678"
 MAX_FILE_BYTES = 1 << 20
 CHAT: Final = "/v1/chat/completions"
 COMPLETION: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
 ENDED = {"failed", "completed", "expired", "cancelled"}
 
 

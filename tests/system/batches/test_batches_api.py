@@ -21,6 +21,7 @@ from tests.support.model_folder import make_folder
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
+    RESPONSES,
     THREE,
     YOURS,
     answers_of,
@@ -78,6 +79,14 @@ def test_completions_too(client: openai.OpenAI) -> None:
         one["response"]["body"]["choices"][0]["text"] for one in results(client, done.output_file_id).values()
     ]
     assert texts == [SCRIPT[:2]] * 3
+
+
+def test_other_shapes_of_chats_too(client: openai.OpenAI) -> None:
+    bodies = [(str(n), {"model": "toy", "input": f"{n}", "max_output_tokens": 2}) for n in range(3)]
+    done = finished(client, start(client, input_file(bodies, RESPONSES), RESPONSES).id)
+    answers = [one["response"]["body"] for one in results(client, done.output_file_id).values()]
+    assert [answer["output"][0]["content"][0]["text"] for answer in answers] == [SCRIPT[:2]] * 3
+    assert done.usage is not None and done.usage.output_tokens == 6
 
 
 def test_hundreds_of_lines_run_in_a_window(client: openai.OpenAI, gateway: Running) -> None:

@@ -147,7 +147,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".3"])
-@pytest.mark.parametrize("prefix", ["chatcmpl", "cmpl"])
+@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "resp_", "msg_"])
 def test_a_sequence_leads_to_its_request(prefix: str, suffix: str) -> None:
     request_id = new_request_id()
     sequence = answer_id(prefix, request_id) + suffix

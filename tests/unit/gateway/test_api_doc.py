@@ -1,4 +1,4 @@
-"""docs/api.md has every field that a client may send."""
+"""docs/api.md and docs/api_routes.md have every field that a client may send."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from services.gateway.openai.schemas.request_schema import (
     StreamOptions,
     TokenizeRequest,
 )
+from services.gateway.openai.schemas.responses_request import (
+    ReasoningOptions,
+    ResponsesRequest,
+    ResponseStreamOptions,
+)
 
-API = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
-# What is in code, by its last part: `messages[].name` counts for `name`.
-NAMED = {re.split(r"[.\]\"]", code.strip('"'))[-1] for code in re.findall(r"`([^`]+)`", API)}
+DOCS = Path(__file__).parents[3] / "docs"
 # Fields that need no words: they are what their parents' rows say.
 PLAIN = {"role", "content", "refusal", "description", "parameters", "tokens"}
+
+
+def names_in(text: str) -> set[str]:
+    """What is in code, by all its parts: `messages[].name` counts for `name`."""
+    return {part for code in re.findall(r"`([^`]+)`", text) for part in re.split(r"[.\[\]\"]+", code)}
 
 
 @pytest.mark.parametrize(
@@ -40,4 +48,16 @@ PLAIN = {"role", "content", "refusal", "description", "parameters", "tokens"}
 )
 def test_every_field_has_its_place(kind: type[Any]) -> None:
     names = {field.encode_name for field in msgspec.structs.fields(kind)} - PLAIN
-    assert names - NAMED == set()
+    assert names - names_in((DOCS / "api.md").read_text(encoding="utf-8")) == set()
+
+
+ROUTE_KINDS = {"Responses": (ResponsesRequest, ReasoningOptions, ResponseStreamOptions)}
+
+
+@pytest.mark.parametrize(
+    ("route", "kind"), [(name, one) for name, kinds in ROUTE_KINDS.items() for one in kinds]
+)
+def test_every_field_of_another_route_has_its_place(route: str, kind: type[Any]) -> None:
+    page = (DOCS / "api_routes.md").read_text(encoding="utf-8")
+    section = page.partition(f"## Fields of {route}\n")[2].partition("\n## ")[0]
+    assert {field.encode_name for field in msgspec.structs.fields(kind)} - names_in(section) == set()

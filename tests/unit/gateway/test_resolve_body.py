@@ -25,6 +25,11 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"model": "toy", "messages": MESSAGES, "response_format": FORMAT},
     "completion": {"model": "toy", "prompt": "hi", "response_format": FORMAT},
+    "responses": {
+        "model": "toy",
+        "input": "hi",
+        "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}}},
+    },
     "tokenize": {"prompt": "hi"},
     "detokenize": {"tokens": [1, 2]},
 }
@@ -65,6 +70,9 @@ STEPS = {
         "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode resolve_chat"
     ),
     "completion": "parse_body build_grammar check_grammar encode resolve_completion",
+    "responses": (
+        "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode resolve_chat"
+    ),
     "tokenize": "parse_body encode",
     "detokenize": "parse_body",
 }

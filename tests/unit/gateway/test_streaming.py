@@ -63,12 +63,16 @@ async def written_text() -> str:
         mark_completed=lambda: None,
         wait_for_reader=nullcontext,
         kv=None,
+        cached_tokens=0,
     )
     view = SimpleNamespace(
         head=ResponseHead("", 0, "", None),
-        begin_chunks=lambda choice, usage: [],
-        delta_chunk=lambda choice, part, usage: part.text,
-        end_chunk=lambda choice, finish, usage: finish,
+        ping=b"",
+        kept_bytes=0,
+        begin_events=lambda choice, usage: [],
+        delta_events=lambda choice, part, usage: [part.text.encode()],
+        end_events=lambda choice, text, usage: [text.finish.encode()],
+        closing_events=lambda usage, details: [b"[DONE]"],
     )
     respond = GenerationResponse(
         cast(Generation, generation),

@@ -174,7 +174,7 @@ async def run_line(folder: Path, rules: RequestRules, num_parts: int, ends: bool
         request = parse_body(b'{"model":"toy","prompt":"x"}', CompletionRequest, 16)
         asked = resolve_completion(request, [make_prompt([1, 2], "x")], None, rules)
         asked = replace(asked, origin=Tenancy(client_id=caller.client_id))
-        name = answer_id("cmpl", caller.request_id)
+        name = answer_id("cmpl-", caller.request_id)
         generation = Generation(
             name, asked, rules.tokenizer, ReadyBackend(), METRICS, 1 << 20, Shape.memory, arrived_s=0.0, deadline_s=60.0
         )  # fmt: skip
@@ -235,7 +235,7 @@ async def test_an_answer_that_was_interrupted_is_no_answer(
     assert isinstance(answer.body, bytes) and json.loads(answer.body)["error"]["code"]
     ids = vars(caplog.records[-1])[IDS_FIELD]
     assert (ids.request, ids.client) == (answer.request_id, "batch_1:c%20%22response%22%3A%7B")
-    assert ids.sequence == answer_id("cmpl", answer.request_id)
+    assert ids.sequence == answer_id("cmpl-", answer.request_id)
 
 
 async def test_a_long_result_is_written_once_whatever_fails(

@@ -1,0 +1,72 @@
+"""A request of another route as a chat, and how that route calls the fields that errors name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from diptych.errors import RequestError
+from diptych.failure_statuses import RequestFailure
+from services.gateway.openai.schemas.request_schema import ChatRequest
+
+INDEXED = re.compile(r"(messages|tools)\[(\d+)\].*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How a route calls the fields of a chat.
+
+    `fields` has the names of fields, with what is below them; the first that fits counts. `messages` and `tools` are
+    where each message and each tool comes from, and `parts` what is called otherwise in them.
+    """
+
+    fields: Mapping[str, str]
+    messages: Sequence[str] = ()
+    tools: Sequence[str] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    def rename_field(self, name: str) -> str:
+        """What the route calls the field `name` of a chat."""
+        found = INDEXED.fullmatch(name)
+        for old, new in self.parts.items():
+            name = name.replace(old, new)
+        if found is not None:
+            places, index = self.messages if found[1] == "messages" else self.tools, int(found[2])
+            rest = name.partition("]")[2]
+            return f"{places[index]}{rest}" if index < len(places) else name
+        for old, new in self.fields.items():
+            if name == old or name.startswith((f"{old}.", f"{old}[")):
+                return new + name[len(old) :]
+        return name
+
+    def rename_failure(self, failure: RequestFailure) -> RequestFailure:
+        """The failure with the route's names, in its text too, where they are in quotes."""
+        named = re.sub(r"'([\w.\[\]]+)'", lambda found: f"'{self.rename_field(found[1])}'", failure.message)
+        param = None if failure.param is None else self.rename_field(failure.param)
+        return replace(failure, message=named, param=param)
+
+    @contextmanager
+    def rename_errors(self) -> Iterator[None]:
+        """Errors of the body have the route's names. Raises them again."""
+        try:
+            yield
+        except RequestError as error:
+            raise RequestError(self.rename_failure(error.failure)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRequest:
+    """The chat that a request asks for.
+
+    `route_fields` is what the format of its answer needs to know beside. With `clips_length` the answer is as long as
+    the context allows, if its length is beyond that. With `text_logprobs` only tokens of the text have
+    log-probabilities.
+    """
+
+    chat: ChatRequest
+    names: FieldNames
+    route_fields: bytes = b""
+    clips_length: bool = False
+    text_logprobs: bool = False

@@ -3,9 +3,7 @@
 python -m benchmarks.vllm_parts.nixl_engine MODEL
 
 {"kind": "prefill", "name", "prompt"}             ─▶ {"name", "tokens", "params"}
-{"kind": "decode", "name", "prompt", "params"}    ─▶ {"name", "tokens", "begun", "seconds"}
-
-`seconds` are from the line, which came at `begun`, to the first token.
+{"kind": "decode", "name", "prompt", "params"}    ─▶ {"name", "tokens"}
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 import os
 import select
 import sys
-import time
 from typing import Any
 
 from benchmarks.vllm_parts.timed_steps import say_steps
@@ -67,7 +64,6 @@ def run(model: str) -> None:
 
     say_steps(NixlConnector)
     engine, scheduler = open_engine(model)
-    begun: dict[str, float] = {}
     print(json.dumps({"ready": True}), flush=True)
     while True:
         order = read_line(wait=not scheduler.has_requests())
@@ -81,14 +77,10 @@ def run(model: str) -> None:
                 extra_args={"kv_transfer_params": params},
             )
             prompt: dict[str, Any] = {"prompt_token_ids": order["prompt"], "cache_salt": order["salt"]}
-            begun[order["name"]] = time.perf_counter()
             engine.add_request(order["name"], prompt, sampling)
         for output in engine.step():
             name, tokens = output.request_id, list(output.outputs[0].token_ids)
             answer: dict[str, Any] = {"name": name, "tokens": tokens, "finished": output.finished}
-            if name in begun:
-                answer["begun"] = begun.pop(name)
-                answer["seconds"] = time.perf_counter() - answer["begun"]
             if output.finished:
                 answer["params"] = output.kv_transfer_params
             print(json.dumps(answer), flush=True)

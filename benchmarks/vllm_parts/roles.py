@@ -1,4 +1,4 @@
-"""Part `roles`: workers change their roles under load, and what workers cost that have nothing to compute."""
+"""Part `roles`: workers change their roles under load, and what workers cost at rest."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SteadyLoad:
 
 
 def measure_roles(context: PartContext) -> None:
-    """Changes of roles, both ways, under 8 streams; then the CPU time of idle workers and of those that wait."""
+    """Changes of roles, both ways, under 8 streams; then the CPU time of idle workers."""
     asked = make_requests(NUM_ASKED // 2, NUM_ASKED // 2, seed=3, max_tokens=NEW_TOKENS, kinds=KINDS)
     with ChannelDeployment(*ALONE, *vllm_flags()) as deployment:
         reference = ask_reference(deployment, asked)
@@ -84,13 +84,6 @@ def measure_roles(context: PartContext) -> None:
         })  # fmt: skip
         time.sleep(SETTLE_S)
         context.record({"idle_percent": watch_cpu(list(pids.values()))})
-        # Both sources stand still, so decode workers wait for whatever they have been told of.
-        with deployment.paused("prefill-0"), deployment.paused("prefill-1"):
-            batch = [deployment.submit(one.prompt, one.sampling) for one in asked[:STREAMS]]
-            time.sleep(SETTLE_S)
-            waiting = watch_cpu([pid for worker, pid in pids.items() if worker.startswith("decode")])
-        late = wait_answers(batch)
-        context.record({"waiting_percent": waiting, "waiting_late": late})
 
 
 def watch_cpu(pids: Sequence[int]) -> float:

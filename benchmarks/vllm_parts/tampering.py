@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu_parts.check_part import PYTHON_VARIABLE, PartContext
-from diptych.messages import Pulled, Release
+from benchmarks.vllm_parts.roles import watch_cpu
+from diptych.messages import Abort, Offer, Prefill, Pulled, Release
 from diptych.request import SamplingParams
 from kvtransfer.ticket import Ticket, decode_ticket, encode_ticket
 from services.host.model_probe import EMBEDDED_MODEL, resolve_embedded
@@ -19,6 +21,8 @@ from tests.support.vllm_worker_pair import LinkedPair, vllm_command
 from tests.support.vllm_worker_serving import KEY
 
 EACH, PROMPT_TOKENS, NUM_PROMPTS = 1000, 130, 8
+# More than the buffer holds.
+NUM_WAITING, WAITING_TOKENS, SETTLE_S = 8, 512, 2.0
 GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)
 OTHER_KEY = bytes(32)
 
@@ -133,8 +137,26 @@ def measure_tampered(context: PartContext) -> None:
                     context.record(figures_of(tampering))
             pair.check_rest()
             context.record(figures_of(tampering) | {"tampered_held": 0})
+            context.record({"waiting_percent": watch_waiting(pair, chance)})
+            pair.check_rest()
         finally:
             pair.close()
+
+
+def watch_waiting(pair: LinkedPair, chance: random.Random) -> float:
+    """The CPU time of the busier process in percent of a core, while vLLM holds prompts that wait for the buffer."""
+    names, vocab = [f"waiting {number}" for number in range(NUM_WAITING)], pair.prefill.ready["vocab"]
+    for name in names:
+        prompt = [chance.randrange(260, vocab) for _ in range(WAITING_TOKENS)]
+        pair.prefill.tell(Prefill(name, 0, prompt, [], GREEDY, 600.0))
+    for name in names:
+        pair.prefill.wait_outputs(name)
+    time.sleep(SETTLE_S)
+    offered = [name for name in names if pair.prefill.first(Offer, name)]
+    assert 0 < len(offered) < len(names), f"{offered} fit into the buffer"
+    percent = watch_cpu([worker.process.pid for worker in (pair.prefill, pair.decode)])
+    pair.prefill.tell(*(Abort(name, 0) for name in names))
+    return percent
 
 
 def figures_of(tampering: Tampering) -> dict[str, object]:

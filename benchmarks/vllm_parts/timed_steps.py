@@ -17,8 +17,9 @@ MARK, STEP, LOAD, FORWARD = "timed:", "step", "load", "forward"
 
 
 def say(what: str, at_s: float, seconds: float = 0.0) -> None:
-    """Write a line."""
-    print(MARK, what, repr(at_s), repr(seconds), file=sys.stderr, flush=True)
+    """Write a line, at once: it may be read while others are written."""
+    sys.stderr.write(f"{MARK} {what} {at_s!r} {seconds!r}\n")
+    sys.stderr.flush()
 
 
 def say_steps(connector: type[Any]) -> None:
@@ -58,9 +59,8 @@ class FirstStep:
 
 def read_first_step(log: Path, begun_s: float) -> FirstStep:
     """Read it in the log of a process. Raises ValueError if there is none."""
-    lines = [
-        line.split()[1:] for line in log.read_text(errors="replace").splitlines() if line.startswith(MARK)
-    ]
+    whole = log.read_text(errors="replace").split("\n")[:-1]
+    lines = [line.split()[1:] for line in whole if line.startswith(MARK)]
     events = [(what, float(at), float(seconds)) for what, at, seconds in lines if float(at) >= begun_s]
     step_s = min(at for what, at, _ in events if what == STEP)
     forward_s = min(at for what, at, _ in events if what == FORWARD and at > step_s)

@@ -18,6 +18,7 @@ from diptych.errors import ConfigError, DiptychError, ModelError, raise_if_lost
 from diptych.request import Grammar, SamplingParams
 from vllm_worker.port import PortRefused, PortRequest
 from vllm_worker.setup.engine_args import EngineOptions, build_arguments, chunks_prompts, kv_arguments
+from vllm_worker.setup.lone_rank import share_groups
 from vllm_worker.setup.model_facts import check_blocks, check_model, check_options, check_ranks, read_facts
 from vllm_worker.vllm_port import VllmPort
 
@@ -124,6 +125,8 @@ def open_vllm(options: EngineOptions) -> VllmPort:
 
         from vllm_worker.connector import find_copy_error
 
+        if options.tp == 1 and is_cpu_build():
+            share_groups()
         lost: list[str] = []
         core = EngineCore(
             vllm_config=config,

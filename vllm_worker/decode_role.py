@@ -47,6 +47,7 @@ from kvtransfer.handoff import (
     perform_effects,
 )
 from kvtransfer.transfer_buffer import TransferBuffer
+from kvtransfer.transports.shm import ShmPuller
 from vllm_worker.engine import VllmEngine
 from vllm_worker.port import LoadPlan
 from vllm_worker.settling import settle_engine
@@ -61,7 +62,8 @@ FailureReport = tuple[str, str]
 class VllmDecodeRole:
     """A `worker.loop.WorkerRole` over `engine`. `key` is the deployment's transfer key, which signs tickets.
 
-    `fetcher` pulls into `buffer`: its links' own pool is the buffer's.
+    `fetcher` pulls into `buffer`: its links' own pool is the buffer's. At most `small_bytes` bytes in shared memory are
+    pulled on the loop's own thread while vLLM has nothing to do.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class VllmDecodeRole:
         key: bytes,
         fingerprint: str,
         clock: Callable[[], float] = time.monotonic,
+        small_bytes: int = 0,
     ) -> None:
+        self._small_bytes = small_bytes
         self.link, self.engine, self.buffer, self.fetcher = link, engine, buffer, fetcher
         self._key, self._fingerprint, self._clock = key, fingerprint, clock
         # By key: requests without a ticket, with one but without slabs, and being pulled; and slabs that vLLM reads.
@@ -197,6 +201,8 @@ class VllmDecodeRole:
         for arrival in [one for one in self._wanted() if one.seq.deadline_s <= now_s]:
             self._end_arrival(arrival, ("deadline_exceeded", EXPIRED_TEXT))
         self._start_pulls(now_s)
+        while (arrival := self._next_landed()) is not None:
+            self._finish_arrival(arrival, self._clock())
         return min((one.seq.deadline_s for one in self._wanted()), default=None)
 
     def _wanted(self) -> list[KvArrival]:
@@ -247,7 +253,10 @@ class VllmDecodeRole:
             arrival.handoff, {ReserveSlabs: lambda effect: self.buffer.take_free(effect.num_slabs, key)}
         )
         if isinstance(arrival.effect, PullChunks):
-            self.fetcher.start_fetch(arrival)
+            # A pull that is shorter than the way to the other thread and back, which nothing waits for.
+            small = arrival.transport == ShmPuller.name and arrival.num_bytes <= self._small_bytes
+            at_once = small and len(self._moving) == 1 and not self.engine.port.has_work
+            (self.fetcher.fetch_now if at_once else self.fetcher.start_fetch)(arrival)
         else:
             self._finish_arrival(arrival, now_s)
 

@@ -19,6 +19,9 @@ from vllm_worker.port import EnginePort
 from vllm_worker.prefill_role import VllmPrefillRole
 from worker.loop import GatewayLink, WorkerRole
 
+# So much is pulled and verified in a few milliseconds.
+SMALL_PULL_BYTES = 16 << 20
+
 
 class VllmBooks:
     """The accounts of a vLLM worker (`worker.loop.SlabBooks`): vLLM's blocks and the slabs of the transfer buffer."""
@@ -94,6 +97,14 @@ class VllmRoles:
         spec = self._spec
         links = TransportLinks(spec.transports, self._buffer.pool, spec.digest)
         fetcher = KvFetcher(links, link.send, link.wake_poll)
-        role = VllmDecodeRole(link, self._engine, self._buffer, fetcher, self._key, self._fingerprint)
+        role = VllmDecodeRole(
+            link,
+            self._engine,
+            self._buffer,
+            fetcher,
+            self._key,
+            self._fingerprint,
+            small_bytes=SMALL_PULL_BYTES,
+        )
         fetcher.open()
         return role, role.close

@@ -30,6 +30,7 @@ from kvtransfer.transports.links import OfferedTransports
 from tests.engine.vllm_worker.vllm_bench import MAX_MODEL_LEN, alone, greedy, make_prompt
 from tests.engine.workers.worker_bench import KEY
 from tests.support.toy_port import ToyPort
+from vllm_worker import roles
 from vllm_worker.buffer import open_buffer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.roles import VllmRoles
@@ -70,17 +71,17 @@ class ThreadedWorker:
         port.attach_buffer(self.buffer)
         engine = VllmEngine(port)
         spec = WorkerSpec(worker=name, role=role, gateway="", keys_dir="", model="", transports=("shm",))
-        roles = VllmRoles(spec, engine, self.buffer, KEY, "model")
+        maker = VllmRoles(spec, engine, self.buffer, KEY, "model")
         self.sources: OfferedTransports | None = None
         if role == "prefill":
             self.sources = OfferedTransports(
                 ["shm"], [(self.buffer.pool.shards[0], self.buffer.memory)], name
             )
-            made, self.close_role = roles.make_prefill(self.link, make_hello(name), self.sources)
+            made, self.close_role = maker.make_prefill(self.link, make_hello(name), self.sources)
         else:
-            made, self.close_role = roles.make_decode(self.link)
-        self.books, self.said = roles.books, list[ToGateway]()
-        self.loop = WorkerLoop(self.link, engine, made, roles.books, LatestStats(), fingerprint="model")
+            made, self.close_role = maker.make_decode(self.link)
+        self.books, self.said = maker.books, list[ToGateway]()
+        self.loop = WorkerLoop(self.link, engine, made, maker.books, LatestStats(), fingerprint="model")
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -155,8 +156,12 @@ def make_hello(name: str) -> Hello:
     )
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[ThreadedWorker, ThreadedWorker]]:
+@pytest.fixture(params=[0, roles.SMALL_PULL_BYTES], ids=["other thread", "own thread"])
+def pair(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ThreadedWorker, ThreadedWorker]]:
+    """A decode worker that pulls in the thread that is for it, or while it is idle in that of its loop."""
+    monkeypatch.setattr(roles, "SMALL_PULL_BYTES", request.param)
     prefill, decode = ThreadedWorker("p", "prefill"), ThreadedWorker("d", "decode")
     assert prefill.sources is not None
     decode.tell(Peer("p", "life", prefill.sources.endpoints()))

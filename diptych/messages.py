@@ -227,9 +227,8 @@ class Hello(ChannelMessage, frozen=True):
     # Of a worker on a GPU, whose steps are large: prompt tokens that may wait there.
     block_sequences: int = 0
     block_tokens: int = 0
-    # The policy by which it computes them, as text.
+    # The policy by which it computes them, as text; and what it continues exactly where another worker stopped.
     block_policy: str = ""
-    # What it continues exactly where another worker stopped.
     traits: tuple[str, ...] = TRAITS
 
 
@@ -346,11 +345,12 @@ class Opened(ChannelMessage, frozen=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of one generated (or prompt) token, and of the most likely alternatives, best first."""
+    """Log-probability of a token and of the likeliest ones, best first. `rank`: so many are as likely (0: unknown)."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

@@ -34,7 +34,8 @@ class GrammarGate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Structured output: `kind` is "json_object", "json_schema", "regex", "lark" or "tools"; `text` is its source.
+    """Structured output: `kind` is "json_object", "json_schema", "regex", "choice" (`text` is a JSON list of texts),
+    "lark" or "tools"; `text` is its source.
 
     Without a `gate` it binds the whole answer.
     """
@@ -78,6 +79,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    # If there are any, only these tokens are chosen.
+    allowed_token_ids: tuple[int, ...] = ()
+    # Tokens that must not follow each other in the output: the last one of each is not chosen behind the others.
+    bad_words: tuple[tuple[int, ...], ...] = ()
     # None means no log-probabilities; k adds the k most likely alternatives to each token.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -89,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # What a worker may be able to continue exactly where another one stopped (`diptych.messages.Hello.traits`): a grammar
-# and a budget of thoughts, penalties that count the tokens of the answer, and the noise of a seed.
+# and a budget of thoughts, penalties and bad words that look at the tokens of the answer, and the noise of a seed.
 GRAMMAR, PENALTIES, SEED = TRAITS = ("grammar", "penalties", "seed")
 
 # The priorities that a client may ask for; lower ones are served sooner.

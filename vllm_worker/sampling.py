@@ -27,6 +27,8 @@ def is_seeded(sampling: SamplingParams) -> bool:
 def build_sampling(request: PortRequest, facts: PortFacts, end_id: int | None) -> dict[str, Any]:
     """The arguments of `vllm.SamplingParams` for `request`, with "structured_outputs" as a dictionary.
 
+    Its "bad_words" are texts, so those of the request, which are tokens, are to be set later.
+
     `end_id` is the token that ends a grammar's text: it stops requests with a grammar even if they ignore end tokens.
 
     Raises:
@@ -65,6 +67,7 @@ def build_sampling(request: PortRequest, facts: PortFacts, end_id: int | None) -
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "seed": sampling.seed if is_seeded(sampling) else None,
         "stop_token_ids": stops,
         "logprobs": sampling.logprobs,
@@ -92,6 +95,7 @@ def _check_exact(request: PortRequest, facts: PortFacts) -> None:
                 "a presence or frequency penalty",
                 bool(sampling.presence_penalty or sampling.frequency_penalty),
             ),
+            ("bad words of several tokens", any(len(word) > 1 for word in sampling.bad_words)),
             ("a seed", is_seeded(sampling) and not facts.seeds_by_position),
         )
         if needed
@@ -132,6 +136,8 @@ def build_grammar(grammar: Grammar) -> dict[str, Any]:
         return {"json": json.dumps(schema | JSON_OPTIONS)}
     if grammar.kind == "regex":
         return {"regex": grammar.text}
+    if grammar.kind == "choice":
+        return {"choice": json.loads(grammar.text)}
     if grammar.kind == "lark":
         return {"grammar": grammar.text}
     raise PortRefused("invalid_grammar", f"there is no grammar of kind {grammar.kind!r}")

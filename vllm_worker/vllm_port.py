@@ -104,12 +104,15 @@ class VllmPort:
         try:
             if (grammar := values.get("structured_outputs")) is not None:
                 values["structured_outputs"] = self._make_grammar(**grammar)
+            params = self._make_sampling(**values)
+            # vLLM makes tokens of its own field, which has texts.
+            params._bad_words_token_ids = [list(word) for word in request.sampling.bad_words] or None
             made = self._inputs.process_inputs(
                 request_id=name,
                 prompt=self._make_tokens(
                     prompt_token_ids=[*request.prompt, *request.output], cache_salt=request.salt or None
                 ),
-                params=self._make_sampling(**values),
+                params=params,
                 supported_tasks=self._tasks,
                 arrival_time=request.arrived_s,
                 priority=request.priority,
@@ -295,12 +298,13 @@ def read_prompt_logprobs(tensors: Any, prompt: list[int]) -> list[Logprob | None
     """vLLM's prompt log-probabilities, with None for the first token of `prompt`, which has none."""
     if tensors is None:
         return None
-    rows = zip(tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist(), strict=True)
-    scored = [_logprob(ids, values) for ids, values in rows]
+    ids, logprobs = tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist()
+    rows = zip(ids, logprobs, tensors.selected_token_ranks.tolist(), strict=True)
+    scored = [_logprob(*row) for row in rows]
     return [None, *scored][: len(prompt)]
 
 
-def _logprob(ids: list[int], values: list[float]) -> Logprob:
+def _logprob(ids: list[int], values: list[float], rank: int = 0) -> Logprob:
     # Not a number is less than nothing.
     floored = [value if value > LOWEST_LOGPROB else LOWEST_LOGPROB for value in values]
-    return Logprob(ids[0], floored[0], list(zip(ids[1:], floored[1:], strict=True)))
+    return Logprob(ids[0], floored[0], list(zip(ids[1:], floored[1:], strict=True)), rank)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
@@ -30,6 +31,7 @@ MAX_SOURCE_BYTES = {
     "json_object": 0,
     "json_schema": 64 * 1024,
     "regex": 8 * 1024,
+    "choice": 64 * 1024,
     "lark": 4 * 1024,
     "tools": 512 * 1024,
 }
@@ -190,6 +192,8 @@ def _llguidance_source(grammar: Grammar) -> str:
         raise GrammarError(f"the {grammar.kind} grammar is longer than {limit} bytes")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise GrammarError("the grammar has a lone surrogate, which no text can have")
+    if grammar.kind == "choice":
+        return _choice_source(text)
     if _bracket_depth(text) > MAX_NESTING:
         raise GrammarError(f"the grammar is nested more than {MAX_NESTING} levels deep")
     if grammar.kind == "json_object":
@@ -213,6 +217,17 @@ def _tools_source(tool_grammar: ToolGrammar) -> str:
     schemas = [tool.schema for tool in tool_grammar.tools]
     _check_copies(sum(_expanded_size(string) for schema in schemas for string in _schema_strings(schema)))
     return str(LLMatcher.grammar_from_lark(write_lark(tool_grammar, WHITESPACE)))
+
+
+def _choice_source(text: str) -> str:
+    """The source of a grammar that allows the texts of a JSON list. Raises GrammarError."""
+    try:
+        choices = msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise GrammarError("the choices are no list of texts", str(error)) from error
+    if not choices or not all(choices):
+        raise GrammarError("there must be choices, and none may be empty")
+    return str(LLMatcher.grammar_from_regex("|".join(_LITERAL.sub(r"\\\g<0>", choice) for choice in choices)))
 
 
 def _parse_schema(text: str) -> dict[str, Any]:
@@ -278,6 +293,8 @@ def _check_copies(copies: int) -> None:
         raise GrammarError(f"the grammar's counted repeats multiply it beyond {MAX_EXPANDED_SYMBOLS} symbols")
 
 
+# What a regular expression reads as more than the character itself.
+_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)

@@ -2,8 +2,8 @@
 worker or its attempt.
 
 The order is that of vLLM: logit_bias, then repetition, frequency and presence penalties, then the tokens that must not
-be chosen (grammar, stop tokens before `min_tokens`), temperature, min_p, top_k, top_p, draw. Log-probabilities are of
-the raw logits, before all of that, as OpenAI and vLLM report them; they are never below `LOWEST_LOGPROB`.
+be chosen (named ones, grammar, stop tokens before `min_tokens`), temperature, min_p, top_k, top_p, draw.
+Log-probabilities are of the raw logits, before all of that (`scores`).
 
 The draw is Gumbel-max: the token with the largest `logit / temperature + g`, where g comes from a hash of (seed, index
 in the output, token id). There is no generator state, so another worker can continue a request with the same draws.
@@ -34,14 +34,12 @@ from engine.protocols import SampledToken
 from engine.sampling import grammar
 from engine.sampling.gate import ThoughtCounter
 from engine.sampling.grammar_cache import GrammarCache, MatcherRequest
+from engine.sampling.scores import score_rows
+from engine.sampling.token_bans import make_bans
 from engine.sequence import Sequence as Live
 
 Floats = NDArray[np.float32]
 
-# Written for minus infinity, which JSON does not have.
-LOWEST_LOGPROB = -9999.0
-# Prompt tokens are scored in blocks that fit into a core's cache: 512 kB of float64.
-SCORE_BLOCK_FLOATS = 1 << 16
 # Weight of the past in a row's mask time, per mask. After one slow mask a row counts as slow for a while.
 COST_DECAY = 0.9
 # top_p sorts this many of the largest logits first. If they do not suffice, which is rare, it sorts all.
@@ -97,14 +95,19 @@ class SamplerRow:
         # A temperature below 1e-6 would overflow the division, and 1e-6 is as good as greedy.
         self.heat = max(sampling.temperature, 1e-6) if sampling.temperature > 0 else 0.0
         self._thought = None if sampling.thought is None else ThoughtCounter(sampling.thought, output)
+        self._bans = make_bans(sampling, output, vocab)
         self.filtered = self.heat > 0 and (
             sampling.min_p > 0 or sampling.top_p < 1 or 0 < sampling.top_k < vocab
         )
 
     def _check_ids(self, vocab: int) -> None:
-        ids = [*self.sampling.logit_bias, *self.sampling.stop_token_ids]
+        asked = self.sampling
+        ids = [*asked.logit_bias, *asked.stop_token_ids, *asked.allowed_token_ids]
+        ids += [token for word in asked.bad_words for token in word]
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            raise ValueError(f"logit_bias and stop_token_ids must be in the vocabulary of {vocab} tokens")
+            raise ValueError(f"token ids must be in the vocabulary of {vocab} tokens")
+        if not all(asked.bad_words):
+            raise ValueError("bad words must have tokens")
 
     @property
     def match(self) -> grammar.TokenMatcher | None:
@@ -133,6 +136,7 @@ class SamplerRow:
             or (self._match is not None and self._is_bound(self._match))
             or self.counts is not None
             or len(self.biased)
+            or self._bans is not None
             or (self._thought is not None and self._thought.forced is not None)
         )
 
@@ -156,6 +160,8 @@ class SamplerRow:
             self.match.push(token)
         if self._thought is not None:
             self._thought.push(token)
+        if self._bans is not None:
+            self._bans.push(token)
 
     def shape(self, logits: Floats) -> None:
         """Modify the logits in place, all but the temperature; forbidden tokens get -inf. Raises GrammarError."""
@@ -179,14 +185,16 @@ class SamplerRow:
         logits[written] -= np.float32(asked.frequency_penalty) * times + np.float32(asked.presence_penalty)
 
     def _forbid_tokens(self, logits: Floats) -> None:
-        """Set tokens that the grammar forbids, and stop tokens before `min_tokens`, to -inf; or all but one that must
-        end a thought.
+        """Set tokens that the request or its grammar forbids, and stop tokens before `min_tokens`, to -inf; or all but
+        one that must end a thought.
         """
         if self._thought is not None and (forced := self._thought.forced) is not None:
             kept = logits[forced]
             logits[:] = -np.inf
             logits[forced] = kept
             return
+        if self._bans is not None:
+            self._bans.forbid(logits)
         match = self.match
         early = self.index < self.sampling.min_tokens or (match is not None and not match.may_end)
         if match is None or not match.binds:
@@ -315,12 +323,12 @@ class Sampler:
 
     def score(self, logits: torch.Tensor, tokens: list[int], top: int) -> list[Logprob]:
         """The log-probability of `tokens[i]` in row i of float32 `[len(tokens), vocab]`, with the `top` most likely
-        tokens.
+        tokens, and the token's rank.
 
         Raises:
             ValueError: the logits are not finite.
         """
-        return _score_rows(logits.detach().cpu().numpy(), tokens, top)
+        return score_rows(logits.detach().cpu().numpy(), tokens, top, ranked=True)
 
 
 def stack_logits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -363,37 +371,8 @@ def _sampled_token(raw: Floats, place: int, row: SamplerRow, token: int) -> Samp
         return ValueError("the logits are not finite")
     asked = row.sampling.logprobs
     return SampledToken(
-        token, None if asked is None else _score_rows(raw[place : place + 1], [token], asked)[0]
+        token, None if asked is None else score_rows(raw[place : place + 1], [token], asked)[0]
     )
-
-
-def _score_rows(logits: Floats, tokens: list[int], top: int) -> list[Logprob]:
-    """Log-probabilities of `tokens`, row by row, computed in blocks in float64. Raises ValueError."""
-    block = max(1, SCORE_BLOCK_FLOATS // logits.shape[1])
-    logprobs: list[Logprob] = []
-    for begin in range(0, len(tokens), block):
-        part = logits[begin : begin + block].astype(np.float64)
-        peak = part.max(axis=1, keepdims=True)
-        if not np.isfinite(peak).all():
-            raise ValueError("the logits are not finite")
-        part -= peak + np.log(np.exp(part - peak).sum(axis=1, keepdims=True))
-        np.maximum(part, LOWEST_LOGPROB, out=part)
-        logprobs += [
-            Logprob(token, float(row[token]), _top_logprobs(row, top))
-            for row, token in zip(part, tokens[begin : begin + block], strict=True)
-        ]
-    return logprobs
-
-
-def _top_logprobs(logprobs: NDArray[np.float64], top: int) -> list[tuple[int, float]]:
-    """The `top` most likely tokens, best first; of equal ones the lowest ids."""
-    top = min(top, len(logprobs))
-    if top == 0:
-        return []
-    lowest = np.partition(logprobs, -top)[-top]
-    ids = np.flatnonzero(logprobs >= lowest)
-    ids = ids[np.argsort(-logprobs[ids], kind="stable")][:top]
-    return [(int(token), float(logprobs[token])) for token in ids]
 
 
 def _draw_rows(logits: Any, heat: Any, starts: Any, tokens: Any) -> None:

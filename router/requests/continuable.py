@@ -25,11 +25,13 @@ def traits_to_continue(sampling: SamplingParams) -> frozenset[str]:
     """The traits that a worker needs to continue such an answer exactly.
 
     A repetition penalty counts the prompt too, so it makes no difference which tokens are counted as the prompt.
-    Without a seed of the client's, or with temperature 0, there is no noise that has to be the same.
+    Bad words look for their first tokens in the output. Without a seed of the client's, or with temperature 0, there is
+    no noise that has to be the same.
     """
     needs = {
         GRAMMAR: sampling.grammar is not None or sampling.thought is not None,
-        PENALTIES: bool(sampling.presence_penalty or sampling.frequency_penalty),
+        PENALTIES: bool(sampling.presence_penalty or sampling.frequency_penalty)
+        or any(len(word) > 1 for word in sampling.bad_words),
         SEED: sampling.seeded and sampling.temperature > 0,
     }
     return frozenset(trait for trait, needed in needs.items() if needed)

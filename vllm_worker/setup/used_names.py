@@ -19,8 +19,8 @@ SUPPORTED_VERSIONS = ("0.32.0",)
 
 # Module -> names in it. "Class.name" is an attribute or a field; "name(a, b)" is called with these arguments by name.
 USED_NAMES: dict[str, tuple[str, ...]] = {
-    "vllm": ("SamplingParams", "__version__"),
-    "vllm.sampling_params": ("StructuredOutputsParams(json, regex, grammar)",),
+    "vllm": ("SamplingParams(allowed_token_ids)", "SamplingParams._bad_words_token_ids", "__version__"),
+    "vllm.sampling_params": ("StructuredOutputsParams(json, regex, choice, grammar)",),
     "vllm.engine.arg_utils": (
         "EngineArgs.add_cli_args",
         "EngineArgs.from_cli_args",
@@ -82,6 +82,7 @@ USED_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.outputs": (
         "LogprobsLists.logprob_token_ids",
         "LogprobsLists.logprobs",
+        "LogprobsTensors.selected_token_ranks",
         "KVConnectorOutput.finished_sending",
         "KVConnectorOutput.kv_connector_worker_meta",
     ),

@@ -441,3 +441,35 @@ def test_few_compiled_grammars_are_kept(loaded: LLTokenizer, monkeypatch: pytest
     assert all(row.match is not None for row in rows) and len(compiles.threads) == 40
     assert sampler.open(asking(asked[-1])).match is not None and len(compiles.threads) == 40
     assert sampler.open(asking(asked[0])).match is not None and len(compiles.threads) == 41
+
+
+TEXTS = st.text(
+    st.characters(codec="ascii", exclude_categories=()) | st.sampled_from("äß€🦊"), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(choices=st.lists(TEXTS, min_size=1, max_size=6), other=TEXTS)
+def test_choices_are_exactly_these_texts(
+    tokenizer: Any, loaded: LLTokenizer, choices: list[str], other: str
+) -> None:
+    asked = Grammar("choice", json.dumps(choices))
+    for text in [*choices, other]:
+        match = grammar.compile_grammar(asked, loaded)
+        try:
+            match.replay(ids(tokenizer, text))
+            whole = match.accepting
+        except GrammarError:
+            whole = False
+        assert whole == (text in choices), text
+
+
+@pytest.mark.parametrize("text", ["[]", '["a", ""]', '["a", 1]', "{", '"a"'])
+def test_what_is_no_list_of_choices_is_refused(loaded: LLTokenizer, text: str) -> None:
+    with pytest.raises(GrammarError):
+        grammar.compile_grammar(Grammar("choice", text), loaded)
+
+
+def test_many_choices_compile(loaded: LLTokenizer) -> None:
+    many = [f"choice number {i} ((({'[' * 40}" for i in range(1000)]
+    grammar.check_grammar(Grammar("choice", json.dumps(many)), loaded)

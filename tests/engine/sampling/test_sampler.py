@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.request import SamplingParams
+from engine.isolation import BadSamplingParams
 from engine.protocols import SampledToken
-from engine.sampling.sampler import LOWEST_LOGPROB, TOP_P_PRESORT, Sampler, SamplerRow, noise_start
+from engine.sampling.sampler import TOP_P_PRESORT, Sampler, SamplerRow, noise_start
+from engine.sampling.scores import LOWEST_LOGPROB
 from engine.sequence import Sequence
 
 MASK = (1 << 64) - 1
@@ -52,6 +54,13 @@ def noise(seed: int, index: int, token: int) -> float:
     return -math.log(-math.log((bits + 0.5) / 2**52))
 
 
+def is_banned(asked: SamplingParams, output: list[int], token: int) -> bool:
+    """Whether a token is not among the allowed ones, or would complete a bad word."""
+    then = (*output, token)
+    outside = bool(asked.allowed_token_ids) and token not in asked.allowed_token_ids
+    return outside or any(then[-len(word) :] == word for word in asked.bad_words)
+
+
 def reference(raw: torch.Tensor, seq: Sequence) -> int:
     asked, index = seq.sampling, len(seq.output)
     values = [np.float32(value) for value in raw[0].tolist()]
@@ -65,6 +74,9 @@ def reference(raw: torch.Tensor, seq: Sequence) -> int:
         values[token] -= np.float32(asked.frequency_penalty) * times + np.float32(asked.presence_penalty)
     if index < asked.min_tokens:
         for token in asked.stop_token_ids:
+            values[token] = np.float32(-math.inf)
+    for token in range(len(values)):
+        if is_banned(asked, seq.output, token):
             values[token] = np.float32(-math.inf)
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if asked.temperature == 0:
@@ -111,6 +123,53 @@ def test_every_setting_agrees_with_the_reference(vocab: int) -> None:
         for output in ([], [3, 3, 8, 40], [1, 2, 3, 4, 5, 6, 7]):
             seq = sequence(asked, [1, 2, 2, 3], output)
             assert draw(raw, seq) == reference(raw, seq), (asked, output)
+
+
+tokens = st.integers(0, 11)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    allowed=st.lists(tokens, max_size=8),
+    words=st.lists(st.lists(tokens, min_size=1, max_size=4), max_size=6),
+    output=st.lists(tokens, max_size=12),
+    temperature=st.sampled_from([0.0, 0.8]),
+    fewest=st.integers(0, 14),
+)
+def test_named_tokens_are_chosen_as_by_the_reference(
+    allowed: list[int], words: list[list[int]], output: list[int], temperature: float, fewest: int
+) -> None:
+    asked = SamplingParams(
+        max_tokens=99,
+        seed=5,
+        temperature=temperature,
+        min_tokens=fewest,
+        stop_token_ids=(3,),
+        presence_penalty=0.5,
+        allowed_token_ids=tuple(allowed),
+        bad_words=tuple(map(tuple, words)),
+    )
+    raw, sampler = logits(12, len(output)), Sampler(12)
+    opened, pushed = sampler.open(sequence(asked, output=output)), sampler.open(sequence(asked))
+    for token in output:
+        pushed.push(token)
+    early = {3} if len(output) < fewest else set()
+    if all(token in early or is_banned(asked, output, token) for token in range(12)):
+        results = sampler.sample([raw, raw], [opened, pushed])
+        assert all(isinstance(one, BadSamplingParams) for one in results)
+        return
+    first, second = sampler.sample([raw, raw], [opened, pushed])
+    assert first == second == SampledToken(reference(raw, sequence(asked, output=output)))
+
+
+def test_requests_without_named_tokens_are_drawn_as_before() -> None:
+    row = Sampler(12).open(sequence(SamplingParams(max_tokens=9, seed=1)))
+    assert not row.special and row._bans is None
+
+
+def test_ranks_count_the_tokens_that_are_as_likely() -> None:
+    raw = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
+    assert [Sampler(4).score(raw, [token], 0)[0].rank for token in range(4)] == [4, 2, 3, 2]
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 4.0])
@@ -280,7 +339,9 @@ def test_logprobs_are_raw_whatever_was_asked() -> None:
     sampler = Sampler(100)
     (pick,) = sampler.sample([raw], [sampler.open(sequence(asked))])
     assert isinstance(pick, SampledToken) and pick.token == 50
-    assert pick.logprob == sampler.score(raw, [50], 2)[0]
+    (scored,) = sampler.score(raw, [50], 2)
+    assert pick.logprob is not None and (pick.logprob.rank, scored.rank) == (0, 15)
+    assert (pick.logprob.logprob, pick.logprob.top) == (scored.logprob, scored.top)
 
 
 def test_scores_are_never_infinite() -> None:

@@ -29,7 +29,13 @@ HARMLESS: dict[str, Any] = {
     "logprobs": 3,
     "prompt_logprobs": 2,
     "stop_token_ids": (7,),
+    "allowed_token_ids": (1, 7),
+    "bad_words": ((4,), (5,)),
 }
+
+
+def test_a_bad_word_of_several_tokens_may_begin_before_the_cut() -> None:
+    assert traits_to_continue(msgspec.structs.replace(PLAIN, bad_words=((5,), (1, 2)))) == {PENALTIES}
 
 
 @pytest.mark.parametrize(("asked", "traits"), list(product(SUBSETS, SUBSETS)))

@@ -38,6 +38,8 @@ def test_everything_is_passed_on() -> None:
     values = build(request(sampling=given | {"logit_bias": {5: -1.0}, "stop_token_ids": (1, 9)}))
     assert {name: values[name] for name in given} == given
     assert values["logit_bias"] == {5: -1.0} and values["stop_token_ids"] == [1, 9]
+    assert values["allowed_token_ids"] is None
+    assert build(request(sampling={"allowed_token_ids": (4, 7)}))["allowed_token_ids"] == [4, 7]
     assert values["ignore_eos"] is True, "the gateway's end tokens are the only ones"
     assert values["extra_args"] is None
 
@@ -90,6 +92,9 @@ def test_a_load_is_described_and_scores_no_prompt() -> None:
         ({"repetition_penalty": 1.5}, True),
         ({"logit_bias": {1: 2.0}}, True),
         ({"min_tokens": 4}, True),
+        ({"allowed_token_ids": (1, 2)}, True),
+        ({"bad_words": ((1,), (2,))}, True),
+        ({"bad_words": ((1,), (2, 3))}, False),
         ({}, True),
     ],
 )
@@ -126,6 +131,7 @@ def test_grammars_end_at_the_end_token() -> None:
 
 def test_each_kind_of_grammar_becomes_vllms() -> None:
     assert build_grammar(Grammar("lark", "start: /a/")) == {"grammar": "start: /a/"}
+    assert build_grammar(Grammar("choice", '["a","b"]')) == {"choice": ["a", "b"]}
     schema = json.loads(build_grammar(Grammar("json_schema", '{"type":"array"}'))["json"])
     assert schema["type"] == "array" and "whitespace_pattern" in schema["x-guidance"]
     assert json.loads(build_grammar(Grammar("json_object"))["json"])["type"] == "object"

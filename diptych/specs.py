@@ -177,6 +177,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Formats of calls and thoughts in answers (`diptych.config.answer_parsers`); None: as the chat template tells.
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    # What becomes of fields of requests that are not known: "refuse" or "ignore".
+    unknown_fields: str = "refuse"
     # Source of the sampling defaults: "model", "none", or a folder.
     generation_config: str = "model"
     slo_ttft_ms: float | None = None

@@ -342,6 +342,9 @@ class Config(BaseSettings):
     max_queue_wait_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
         default=30.0, description="Refuse (429) what would wait longer"
     )
+    unknown_fields: Annotated[
+        str, one_of("refuse", "ignore"), Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
+    ] = Field(default="refuse", description="What becomes of fields of requests that are not known")
     recovery_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
         default=15.0, description="How long requests wait for lost workers"
     )

@@ -134,6 +134,7 @@ def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> Reques
         spec.kv_keep,
         spec.prefix_caching,
         ModelMarkup.load(tokenizer, spec.tool_call_parser, spec.reasoning_parser),
+        spec.unknown_fields == "ignore",
     )
 
 

@@ -33,6 +33,7 @@ from services.gateway.openai.schemas.batch_schema import BatchRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
+from services.gateway.preparation.ignored_fields import IgnoredFields
 from services.gateway.preparation.preparation_job import (
     BATCH_ROUTE,
     PreparationJob,
@@ -89,6 +90,8 @@ class GatewayService:
 
     def __post_init__(self) -> None:
         self._names = LogprobJson(self.rules.tokenizer)
+        self._ignored_fields = IgnoredFields(self.metrics.registry)
+        self._id_names = LogprobJson(self.rules.tokenizer, ids_as_names=True)
         self._answers = AnswerMemory(self.rules.limits.max_answer_bytes)
 
     def check_admission(self, tenant: str) -> None:
@@ -131,7 +134,9 @@ class GatewayService:
             own_deadline=caller.timeout_s is not None and caller.timeout_s < longest_s,
             markup=self.rules.markup,
         )
-        return generation, make_format(head, resolved, self._names)
+        return generation, make_format(
+            head, resolved, self._id_names if resolved.ids_as_names else self._names
+        )
 
     async def make_reply(self, route: str, body: bytes, caller: Caller) -> bytes:
         """The JSON that a preparer process makes of a body. Raises RequestError if the request is refused."""
@@ -165,6 +170,7 @@ class GatewayService:
             raise RequestError(RequestFailure(FailureReason.ONLY_BATCHES, what))
         prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
         assert isinstance(prepared, PreparedRequest)
+        self._ignored_fields.count_fields(prepared.ask.ignored_fields)
         ask = fit_worker_context(prepared.ask, self.context_tokens)
         if caller.client_id:
             ask = replace(ask, origin=structs.replace(ask.origin, client_id=caller.client_id))

@@ -22,6 +22,7 @@ from diptych.slo import Slo
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog
+from services.gateway.preparation.ignored_fields import IgnoredFields
 from tests.support.surface_structs import example_calls
 
 VERSION = "<version>"
@@ -57,6 +58,7 @@ def openapi_document() -> Any:
 def describe_metrics(packages: frozenset[str]) -> list[str]:
     """One line for each metric with its type, labels and buckets. `packages` are those of the product."""
     registry = GatewayMetrics(Slo(ttft_s=1.0, tpot_s=0.1)).registry
+    IgnoredFields(registry)
     # The module that runs the gateway imports all that it can collect from.
     importlib.import_module("services.gateway.__main__")
     for cls in _subclasses(Collector):

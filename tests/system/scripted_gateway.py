@@ -171,6 +171,7 @@ def scripted(
     max_file_bytes: int = 1 << 20,
     shares: StorageShares | None = None,
     admin_key: str = "",
+    ignore_unknown: bool = False,
 ) -> Iterator[Running]:
     """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches.
 
@@ -184,6 +185,7 @@ def scripted(
         tokens.context_tokens,
         limits or RequestLimits(),
         markup=ModelMarkup.load(tokens),
+        ignore_unknown=ignore_unknown,
     )
     service = GatewayService(
         rules,

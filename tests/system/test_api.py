@@ -46,6 +46,7 @@ def test_required_fields_are_there_even_when_null(http: httpx.Client) -> None:
             "message": {"content": "Gr", "role": "assistant", "refusal": None},
             "finish_reason": "length",
             "logprobs": None,
+            "stop_reason": None,
         }
     ]
 

@@ -80,6 +80,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "json_schema": long(**WARM, response_format=schema(LIST), ignore_eos=False),
     "regex": long(**WARM, response_format=schema(HEX), ignore_eos=False),
     "many bytes": long(**WARM, response_format=schema(MANY_BYTES), ignore_eos=False, max_tokens=400),
+    "named tokens": long(
+        **WARM, allowed_token_ids=list(range(200, 700)), bad_words=["self", "the", "in the"]
+    ),
+    "token ids": long(**WARM, return_token_ids=True),
+    "a choice": long(**WARM, structured_outputs={"regex": "([a-f0-9]{4}-){60}[a-f0-9]{4}"}, ignore_eos=False),
+    "whole, with its prompt": long(**WARM, stream=False, prompt_logprobs=2, bad_words=["def"]),
     "chat": chat(),
     "chat with logprobs": chat(**WARM, logprobs=True, top_logprobs=2),
     "chat with json_object": chat(**WARM, response_format={"type": "json_object"}, ignore_eos=False),
@@ -103,6 +109,7 @@ class Choice:
     finish: str | None = None
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
 
     def add(self, answer: dict[str, Any]) -> None:
         """Take in a choice of an answer, or of an event."""
@@ -113,6 +120,7 @@ class Choice:
             self.text += f"[{call['function'].get('name', '')}]" * ("id" in call)
             self.text += call["function"]["arguments"]
         self.finish = answer.get("finish_reason") or self.finish
+        self.ids += answer.get("token_ids") or []
         if (logprobs := answer.get("logprobs")) is not None:
             entries = logprobs.get("content") or []
             self.tokens += logprobs.get("tokens") or [entry["token"] for entry in entries]
@@ -232,6 +240,7 @@ def compare(undisturbed: StreamedAnswer, answer: StreamedAnswer) -> None:
     for index, choice in undisturbed.choices.items():
         other = answer.choices[index]
         assert (other.text, other.finish, other.tokens) == (choice.text, choice.finish, choice.tokens)
+        assert other.ids == choice.ids
         assert other.logprobs == pytest.approx(choice.logprobs, abs=LOGPROB_ERROR)
 
 

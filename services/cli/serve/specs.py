@@ -115,6 +115,7 @@ def gateway_spec(
         chat_template=str(config.chat_template.absolute()) if config.chat_template else None,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        unknown_fields=config.unknown_fields,
         generation_config=_generation_config(config),
         slo_ttft_ms=config.slo_ttft_ms,
         slo_tpot_ms=config.slo_tpot_ms,

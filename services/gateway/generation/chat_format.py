@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, structs
 
 from services.gateway.generation.chat_parts import make_call_id, make_delta, make_message
 from services.gateway.generation.formats import (
@@ -14,7 +14,9 @@ from services.gateway.generation.formats import (
     ResponseHead,
     UsageField,
     obfuscation_padding,
+    prompt_score_parts,
     split_at_field,
+    split_json,
 )
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import OutputPiece, OutputText
@@ -26,6 +28,7 @@ from services.gateway.openai.schemas.response_schema import (
     ChatCompletion,
     Delta,
     DetailsField,
+    TokenIds,
     Usage,
 )
 
@@ -45,18 +48,30 @@ class ChatFormat(ChunkEvents):
     def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[ChatChunk]:
         """The chunk with the assistant's role."""
         first = Delta(role="assistant", content="", refusal=None)
-        return [self._make_chunk(ChatChunkChoice(choice, first), "", used)]
+        chunk = self._make_chunk(ChatChunkChoice(choice, first), "", used)
+        return [structs.replace(chunk, prompt_token_ids=self._prompt_ids)]
+
+    @property
+    def _prompt_ids(self) -> TokenIds:
+        """The prompt's token ids, if they were asked for."""
+        return self.resolved.prompts[0].tokens.tolist() if self.resolved.return_ids else UNSET
 
     def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> ChatChunk:
         """A chunk with what is new of one choice, and its log-probabilities if they were asked for."""
         delta, text = Delta(content=piece.text), piece.text
         for part in piece.parts:
             delta, text = make_delta(part, self._call_id(choice, part.call)), part.text
-        return self._make_chunk(ChatChunkChoice(choice, delta, self._logprobs_json(piece)), text, used)
+        ids = piece.token_ids if self.resolved.return_ids else UNSET
+        new = ChatChunkChoice(choice, delta, self._logprobs_json(piece), token_ids=ids)
+        return self._make_chunk(new, text, used)
 
-    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> ChatChunk:
+    def end_chunk(self, choice: int, text: OutputText, used: UsageField = UNSET) -> ChatChunk:
         """The last chunk of one choice: its finish reason, without text."""
-        return self._make_chunk(ChatChunkChoice(choice, Delta(), finish_reason=reason), "", used)
+        ids = text.take_token_ids() if self.resolved.return_ids else UNSET
+        last = ChatChunkChoice(
+            choice, Delta(), finish_reason=text.finish, stop_reason=text.stop_reason, token_ids=ids
+        )
+        return self._make_chunk(last, "", used)
 
     def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> ChatChunk:
         """The chunk with the whole request's usage and timings, and no choices."""
@@ -73,18 +88,39 @@ class ChatFormat(ChunkEvents):
         Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time, so that each part takes only milliseconds.
         """
         head = self.head
-        body = ChatCompletion(head.id, head.created, head.model, [], usage, head.fingerprint, diptych=details)
+        is_scored = self.resolved.prompt_logprobs is not None
+        body = ChatCompletion(
+            head.id,
+            head.created,
+            head.model,
+            [],
+            usage,
+            head.fingerprint,
+            diptych=details,
+            prompt_logprobs=Raw(b"null") if is_scored else UNSET,
+            prompt_token_ids=self._prompt_ids,
+        )
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
         for index, answer in enumerate(texts):
             yield from self._choice_parts(index, answer)
-        yield b"]" + after
+        if is_scored:
+            between, after = split_json(after, b"prompt_logprobs", b"null")
+            yield b"]" + between
+            yield from prompt_score_parts(texts[0], self.logprob_json)
+            yield after
+        else:
+            yield b"]" + after
 
     def _choice_parts(self, index: int, text: OutputText) -> Iterator[bytes]:
         """The JSON of one choice, in parts: its text, and then its log-probabilities."""
         piece = text.take_piece()
         choice = ChatChoice(
-            index, make_message(piece, lambda call: self._call_id(index, call)), text.finish or "stop"
+            index,
+            make_message(piece, lambda call: self._call_id(index, call)),
+            text.finish or "stop",
+            stop_reason=text.stop_reason,
+            token_ids=[*piece.token_ids, *text.take_token_ids()] if self.resolved.return_ids else UNSET,
         )
         before, after = split_at_field(choice, b"logprobs", b"null")
         yield b"," * (index > 0) + before

@@ -13,7 +13,9 @@ from services.gateway.generation.formats import (
     ResponseHead,
     UsageField,
     obfuscation_padding,
+    prompt_score_parts,
     split_at_field,
+    split_json,
 )
 from services.gateway.generation.logprob_json import LogprobJson, floor_logprob
 from services.gateway.generation.output_text import OutputPiece, OutputText
@@ -30,16 +32,28 @@ class CompletionFormat(ChunkEvents):
     logprob_json: LogprobJson
 
     def begin_chunks(self, choice: int, used: UsageField = UNSET) -> list[Completion]:
-        """No chunks: a completion begins with its text."""
-        return []
+        """No chunks, since a completion begins with its text; but one with the prompt's token ids, if they were asked
+        for.
+        """
+        if not self.resolved.return_ids:
+            return []
+        prompt = self.resolved.prompts[choice // self.resolved.n]
+        first = CompletionChoice("", choice, token_ids=[], prompt_token_ids=prompt.tokens.tolist())
+        return [self._make_chunk(first, used)]
 
     def delta_chunk(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> Completion:
         """A chunk with new text of one choice, and its log-probabilities if they were asked for."""
-        return self._make_chunk(CompletionChoice(piece.text, choice, self._logprobs_json(piece)), used)
+        ids = piece.token_ids if self.resolved.return_ids else UNSET
+        new = CompletionChoice(piece.text, choice, self._logprobs_json(piece), token_ids=ids)
+        return self._make_chunk(new, used)
 
-    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> Completion:
+    def end_chunk(self, choice: int, text: OutputText, used: UsageField = UNSET) -> Completion:
         """The last chunk of one choice: its finish reason, without text."""
-        return self._make_chunk(CompletionChoice("", choice, finish_reason=reason), used)
+        ids = text.take_token_ids() if self.resolved.return_ids else UNSET
+        last = CompletionChoice(
+            "", choice, finish_reason=text.finish, stop_reason=text.stop_reason, token_ids=ids
+        )
+        return self._make_chunk(last, used)
 
     def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> Completion:
         """The chunk with the whole request's usage and timings, and no choices."""
@@ -62,13 +76,31 @@ class CompletionFormat(ChunkEvents):
         before, after = split_at_field(body, b"choices", b"[]")
         yield before + b"["
         for index, answer in enumerate(texts):
-            piece = answer.take_piece()
-            choice = CompletionChoice(piece.text, index, None, answer.finish)
-            head_bytes, tail_bytes = split_at_field(choice, b"logprobs", b"null")
-            yield b"," * (index > 0) + head_bytes
-            yield from self._logprob_parts(piece)
-            yield tail_bytes
+            yield from self._choice_parts(index, answer)
         yield b"]" + after
+
+    def _choice_parts(self, index: int, answer: OutputText) -> Iterator[bytes]:
+        """The JSON of one choice, in parts: its text, its log-probabilities, and those of its prompt."""
+        piece, returns = answer.take_piece(), self.resolved.return_ids
+        is_scored = self.resolved.prompt_logprobs is not None
+        choice = CompletionChoice(
+            piece.text,
+            index,
+            None,
+            answer.finish,
+            answer.stop_reason,
+            [*piece.token_ids, *answer.take_token_ids()] if returns else UNSET,
+            answer.prompt.tokens.tolist() if returns else UNSET,
+            Raw(b"null") if is_scored else UNSET,
+        )
+        before, after = split_at_field(choice, b"logprobs", b"null")
+        yield b"," * (index > 0) + before
+        yield from self._logprob_parts(piece)
+        if is_scored:
+            between, after = split_json(after, b"prompt_logprobs", b"null")
+            yield between
+            yield from prompt_score_parts(answer, self.logprob_json)
+        yield after
 
     def _make_chunk(self, choice: CompletionChoice, used: UsageField) -> Completion:
         """A chunk with one choice, padded if the client asked to hide its length."""

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from diptych.chunks import RAW_CLASS
 from diptych.failure_statuses import RequestFailure
+from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import OutputPiece, OutputText
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.schemas.response_schema import DetailsField, KvDetails, Usage
@@ -138,8 +139,8 @@ class ChunkEvents(ABC):
         """A chunk with new text and log-probabilities of a choice."""
 
     @abstractmethod
-    def end_chunk(self, choice: int, reason: str, used: UsageField = UNSET) -> msgspec.Struct:
-        """The chunk that ends a choice with its finish reason."""
+    def end_chunk(self, choice: int, text: OutputText, used: UsageField = UNSET) -> msgspec.Struct:
+        """The chunk that ends a choice with the finish reason of `text`, and its last token ids."""
 
     @abstractmethod
     def final_chunk(self, usage: UsageField, details: DetailsField = UNSET) -> msgspec.Struct:
@@ -155,7 +156,7 @@ class ChunkEvents(ABC):
 
     def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
         """The `end_chunk` as an event."""
-        return [sse_event(self.end_chunk(choice, text.finish or "stop", used))]
+        return [sse_event(self.end_chunk(choice, text, used))]
 
     def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
         """The `final_chunk` if it was asked for, and [DONE]."""
@@ -195,6 +196,20 @@ def split_at_field(body: msgspec.Struct, field: bytes, value: bytes) -> tuple[by
 
     The caller writes its own value between the two parts.
     """
-    before, found, after = msgspec.json.encode(body).partition(b'"%s":%s' % (field, value))
+    return split_json(msgspec.json.encode(body), field, value)
+
+
+def split_json(text: bytes, field: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """The same for JSON that is written already."""
+    before, found, after = text.partition(b'"%s":%s' % (field, value))
     assert found, field
     return before + b'"%s":' % field, after
+
+
+def prompt_score_parts(text: OutputText, logprob_json: LogprobJson) -> Iterator[bytes]:
+    """The JSON of `prompt_logprobs` of an answer, in parts: a list, with null for the prompt's first token."""
+    yield b"["
+    for start in range(0, len(text.prompt_scores), MAX_WRITTEN_TOKENS):
+        rows = text.prompt_scores.iter_rows(start, start + MAX_WRITTEN_TOKENS)
+        yield b"," * (start > 0) + logprob_json.prompt_entries(rows).encode()
+    yield b"]"

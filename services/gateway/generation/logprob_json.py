@@ -18,10 +18,13 @@ MAX_CACHED_NAMES = 1 << 16
 
 
 class LogprobJson:
-    """Writes one model's tokens and their log-probabilities in the form of either route."""
+    """Writes one model's tokens and their log-probabilities in the form of either route.
 
-    def __init__(self, tokenizer: GatewayTokenizer) -> None:
-        self._tokens = tokenizer
+    With `ids_as_names`, `token_id:5` stands for token 5 instead of its text.
+    """
+
+    def __init__(self, tokenizer: GatewayTokenizer, ids_as_names: bool = False) -> None:
+        self._tokens, self._ids_as_names = tokenizer, ids_as_names
         self._chat: dict[int, tuple[str, str]] = {}
         self._names: dict[int, str] = {}
 
@@ -41,6 +44,28 @@ class LogprobJson:
     def completion_tops(self, scored_tokens: Iterable[ScoredToken], most: int) -> str:
         """The elements of `logprobs.top_logprobs` of completions: up to `most` alternatives, and the token itself."""
         return ",".join([self._top_logprobs(row, most) for row in scored_tokens])
+
+    def prompt_entries(self, ranked_tokens: Iterable[tuple[ScoredToken, int]]) -> str:
+        """The elements of `prompt_logprobs`, separated by commas, in vLLM's form: objects whose keys are token ids."""
+        return ",".join([self._prompt_entry(row, rank) for row, rank in ranked_tokens])
+
+    def _prompt_entry(self, row: ScoredToken, rank: int) -> str:
+        """One element of `prompt_logprobs`: the token itself, then the most likely ones; null for the first token."""
+        if row.logprob is None:
+            return "null"
+        values = {token: (value, place) for place, (token, value) in enumerate(row.top, 1)}
+        values = {row.token: (row.logprob, rank)} | values | {row.token: (row.logprob, rank)}
+        return (
+            "{"
+            + ",".join(
+                [
+                    f'"{token}":{{"logprob":{floor_logprob(value)!r},"rank":{place or "null"},'
+                    f'"decoded_token":{msgspec.json.encode(self._tokens.token_text(token)).decode()}}}'
+                    for token, (value, place) in values.items()
+                ]
+            )
+            + "}"
+        )
 
     def _top_logprobs(self, scored_token: ScoredToken, most: int) -> str:
         """One element of `logprobs.top_logprobs` of completions; null for the first token of a prompt."""
@@ -62,7 +87,8 @@ class LogprobJson:
         if len(self._chat) >= MAX_CACHED_NAMES:
             self._chat.clear()
         raw = self._tokens.token_bytes(token)
-        name = msgspec.json.encode(raw.decode("utf-8", "replace")).decode()
+        text = f"token_id:{token}" if self._ids_as_names else raw.decode("utf-8", "replace")
+        name = msgspec.json.encode(text).decode()
         found = f'"token":{name},"logprob":', f',"bytes":{msgspec.json.encode(list(raw)).decode()}'
         self._chat[token] = found
         return found
@@ -74,7 +100,7 @@ class LogprobJson:
             return found
         if len(self._names) >= MAX_CACHED_NAMES:
             self._names.clear()
-        raw = self._tokens.token_bytes(token)
+        raw = f"token_id:{token}".encode() if self._ids_as_names else self._tokens.token_bytes(token)
         try:
             name = raw.decode()
         except UnicodeDecodeError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych.messages import Logprob, Output
-from services.gateway.generation.scored_tokens import ScoredToken, ScoredTokens
+from services.gateway.generation.scored_tokens import RankedTokens, ScoredToken, ScoredTokens
 from services.gateway.openai.resolve import Prompt, ResolvedRequest
 from services.gateway.parsing.answer_parts import AnswerPart
 from services.gateway.tokenization.stop_strings import StopStrings
@@ -34,6 +34,8 @@ class OutputPiece:
     start: int = 0
     stop: int | None = None
     parts: Sequence[AnswerPart] = ()
+    # The ids of all new tokens, if they were asked for, also of those whose text is not certain yet.
+    token_ids: Sequence[int] = ()
 
     def __bool__(self) -> bool:
         return bool(self.text or self.scored or self.parts)
@@ -45,14 +47,15 @@ class OutputPiece:
     def split_pieces(self, limit: int) -> Iterator[OutputPiece]:
         """Split the piece so that each one has at most `limit` scored tokens, and at most one of `parts`.
 
-        Without parts the first one has all the text.
+        Without parts the first one has all the text. The first one has all token ids.
         """
         stop, start = len(self.scored) if self.stop is None else self.stop, self.start
+        ids = self.token_ids
         for part in self.parts or (None,):
             end = min(stop, start + limit)
             text = self.text if part is None else part.text if part.kind == "content" else ""
-            yield OutputPiece(text, self.scored, start, end, () if part is None else (part,))
-            start = end
+            yield OutputPiece(text, self.scored, start, end, () if part is None else (part,), ids)
+            start, ids = end, ()
         for begin in range(start, stop, limit):
             yield OutputPiece("", self.scored, begin, min(stop, begin + limit))
 
@@ -70,6 +73,8 @@ class OutputText:
         """With `resolved.echo`, `prompt` has its text; and its tokens' offsets, if log-probabilities are asked for."""
         self.index, self.prompt = index, prompt
         self.finish: str | None = None
+        # The stop string, or the token among those that the request names, that ended the answer.
+        self.stop_reason: str | int | None = None
         self.num_tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.sum_logprob = 0.0
         self._ask = resolved
@@ -89,6 +94,10 @@ class OutputText:
         self._prompt_logprobs: Sequence[Logprob | None] = ()
         # The prompt's log-probabilities that `pack_logprobs` has put into arrays so far.
         self._packed_prompt_logprobs = ScoredTokens(resolved.logprobs or 0)
+        # The prompt's log-probabilities that the answer lists by themselves, packed in the same way, but never taken.
+        self.prompt_scores = RankedTokens(resolved.prompt_logprobs or 0)
+        self._num_packed = 0
+        self._token_ids = array("I")
         self._offsets = array("I", prompt.offsets or b"")
         # Number of characters of the echoed prompt that wait to be taken.
         self._prompt_chars = 0
@@ -96,7 +105,8 @@ class OutputText:
     @property
     def held_bytes(self) -> int:
         """Roughly the memory, in bytes, of everything that waits to be taken."""
-        return CHAR_BYTES * self._chars + self._scored.num_bytes + self._prompt_bytes
+        ids_bytes = self._token_ids.itemsize * len(self._token_ids)
+        return CHAR_BYTES * self._chars + self._scored.num_bytes + self._prompt_bytes + ids_bytes
 
     @property
     def waiting_bytes(self) -> int:
@@ -112,29 +122,48 @@ class OutputText:
     @property
     def _prompt_bytes(self) -> int:
         """Roughly the memory of the prompt's log-probabilities, packed or not."""
-        unpacked = len(self._prompt_logprobs) - len(self._packed_prompt_logprobs)
-        return self._packed_prompt_logprobs.num_bytes + max(0, unpacked) * UNPACKED_LOGPROB_BYTES * (
-            2 + (self._ask.logprobs or 0)
-        )
+        unpacked = max(0, len(self._prompt_logprobs) - self._num_packed)
+        most = max(self._ask.logprobs or 0, self._ask.prompt_logprobs or 0)
+        packed_bytes = self._packed_prompt_logprobs.num_bytes + self.prompt_scores.num_bytes
+        return packed_bytes + unpacked * UNPACKED_LOGPROB_BYTES * (2 + most)
 
     def pack_logprobs(self, limit: int) -> bool:
         """Pack at most `limit` of the prompt's log-probabilities. Returns False when none are left.
 
         Must be called until it returns False, before `take_piece`.
         """
-        start, end = len(self._packed_prompt_logprobs), len(self._prompt_logprobs)
-        tokens = self.prompt.tokens
-        for i in range(start, min(start + limit, end)):
+        start, end = self._num_packed, len(self._prompt_logprobs)
+        tokens, stop = self.prompt.tokens, min(start + limit, end)
+        is_echoed = self._ask.echo and self._ask.logprobs is not None
+        for i in range(start, stop) if is_echoed else ():
             self._packed_prompt_logprobs.add_token(tokens[i], self._offsets[i], self._prompt_logprobs[i])
+        for i in range(start, stop) if self._ask.prompt_logprobs is not None else ():
+            self.prompt_scores.add_token(tokens[i], self._prompt_logprobs[i])
+        self._num_packed = max(start, stop)
         return start + limit < end
 
     def take_piece(self) -> OutputPiece:
-        """Remove and return everything that waits."""
+        """Remove and return everything that waits. Token ids wait for other content (or `take_token_ids`)."""
+        piece = self._take_content()
+        if piece:
+            piece.token_ids = self.take_token_ids()
+        return piece
+
+    def take_token_ids(self) -> Sequence[int]:
+        """Remove and return the token ids that wait."""
+        if not self._token_ids:
+            return ()
+        taken, self._token_ids = self._token_ids.tolist(), array("I")
+        return taken
+
+    def _take_content(self) -> OutputPiece:
+        """Remove and return the text and the log-probabilities that wait."""
         ready, scored = self._scored.remove_first(self._num_ready), self._packed_prompt_logprobs
         if scored:
             scored.extend(ready)
         piece = OutputPiece("".join(self._texts), scored or ready)
         self._texts, self._chars, self._prompt_chars, self._prompt_logprobs = [], 0, 0, ()
+        self._num_packed = 0
         self._packed_prompt_logprobs = ScoredTokens(self._ask.logprobs or 0)
         return piece
 
@@ -145,13 +174,19 @@ class OutputText:
         # Only the first prefill counts, not one after a retry or migration.
         if not self.num_tokens:
             self.cached_tokens = output.cached_tokens
+        if self._ask.prompt_logprobs is not None and output.prompt_logprobs:
+            self._prompt_logprobs = output.prompt_logprobs
         if not self._echoed:
             self._echo_prompt(output.prompt_logprobs)
         logprobs: Sequence[Logprob | None] = output.logprobs or [None] * len(output.tokens)
         for i, (token, logprob) in enumerate(zip(output.tokens, logprobs, strict=True)):
             last = i == len(output.tokens) - 1
             self._count_token(logprob)
+            if self._ask.return_ids:
+                self._token_ids.append(token)
             ends = last and output.finish == "stop" and token in self._ask.sampling.stop_token_ids
+            if ends and token in self._ask.own_stop_ids:
+                self.stop_reason = token
             if ends and not self._ask.keep_stop:
                 break
             self._append_token(token, logprob)
@@ -201,6 +236,8 @@ class OutputText:
         if self._stops.hit is not None:
             # The text of the dropped tokens lies behind the stop string.
             self._scored = self._scored.remove_first(self._num_ready)
+            # It is empty if a reader ended the answer.
+            self.stop_reason = self._stops.hit or None
         self.finish = reason
 
     def _echo_prompt(self, logprobs: list[Logprob | None] | None) -> None:

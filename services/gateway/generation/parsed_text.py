@@ -32,9 +32,9 @@ class ParsedText(OutputText):
         # Whether the answer ends before a second call.
         self._one_call = context.one_call
 
-    def take_piece(self) -> OutputPiece:
-        """Remove and return everything that waits."""
-        piece = super().take_piece()
+    def _take_content(self) -> OutputPiece:
+        """Remove and return the parts and the log-probabilities that wait."""
+        piece = super()._take_content()
         piece.parts, self._parts = self._parts, []
         piece.text = "".join([part.text for part in piece.parts if part.kind == "content"])
         return piece

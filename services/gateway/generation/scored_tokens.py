@@ -26,6 +26,30 @@ class ScoredToken:
     top: list[tuple[int, float]]
 
 
+class RankedTokens:
+    """The tokens of a prompt, each with its log-probability, its rank, and the `num_top` most likely tokens."""
+
+    def __init__(self, num_top: int) -> None:
+        self._scored, self._ranks = ScoredTokens(num_top), array("i")
+
+    def __len__(self) -> int:
+        return len(self._scored)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all tokens, in bytes."""
+        return self._scored.num_bytes + self._ranks.itemsize * len(self._ranks)
+
+    def add_token(self, token: int, logprob: Logprob | None) -> None:
+        """Append a token."""
+        self._scored.add_token(token, 0, logprob)
+        self._ranks.append(0 if logprob is None else logprob.rank)
+
+    def iter_rows(self, start: int, stop: int) -> Iterator[tuple[ScoredToken, int]]:
+        """The tokens from `start` up to, but without, `stop`, with their ranks."""
+        return zip(self._scored.iter_rows(start, stop), self._ranks[start:stop], strict=True)
+
+
 class ScoredTokens:
     """A sequence of `ScoredToken` that keeps the first `num_top` alternatives of each token."""
 

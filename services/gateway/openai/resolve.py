@@ -29,6 +29,7 @@ from services.gateway.openai.validate import (
     stop_strings,
     unsupported_error,
 )
+from services.gateway.openai.vllm_fields import tokenize_bad_words
 from services.gateway.parsing.answer_parts import AnswerContext
 
 DEFAULT_COMPLETION_LENGTH = 16  # OpenAI's
@@ -98,6 +99,15 @@ class ResolvedRequest:
     text_logprobs: bool = False
     # What the format of its answer needs to know, if it is not a chat's or a completion's.
     route_fields: bytes = b""
+    # The number of alternatives that the answer lists for each token of the prompt; None: it does not list them.
+    prompt_logprobs: int | None = None
+    # Whether the answer has the ids of its tokens, and whether tokens have ids for names in log-probabilities.
+    return_ids: bool = False
+    ids_as_names: bool = False
+    # The tokens that end an answer because the request asks for it.
+    own_stop_ids: tuple[int, ...] = ()
+    # Fields of its body that were passed over, since nobody knows them.
+    ignored_fields: tuple[str, ...] = ()
 
     def with_chunk_names(self) -> ResolvedRequest:
         """The request with names for the chunks of its prompts. Takes some microseconds per chunk."""
@@ -145,7 +155,7 @@ def resolve_chat(
     if wanted is None:
         most = min(most, rules.defaults.max_new_tokens or most)
     top = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = _resolve_sampling(request, most, top, None, grammar, rules)
+    sampling = _resolve_sampling(request, most, top, request.prompt_logprobs, grammar, rules)
     if request.thinking_token_budget is not None and context is not None:
         thought = resolve_thought_budget(request, context.prefix, most, rules)
         sampling = msgspec.structs.replace(sampling, thought=thought)
@@ -160,7 +170,7 @@ def resolve_chat(
         logprobs=top,
         keep=resolve_keep(request, [len(prompt.tokens)], system_tokens, rules),
         context=context,
-        **_output_options(request),
+        **_output_options(request, rules),
     )
 
 
@@ -180,8 +190,8 @@ def resolve_completion(
     """
     n, echo = request.n or 1, bool(request.echo)
     best_of = request.best_of or n
-    if request.max_tokens == 0 and not echo:
-        raise invalid_value_error("max_tokens", "may be 0 only together with 'echo'")
+    if request.max_tokens == 0 and not echo and request.prompt_logprobs is None:
+        raise invalid_value_error("max_tokens", "may be 0 only together with 'echo' or 'prompt_logprobs'")
     most = _max_new_tokens(prompts, request.max_tokens, ("prompt", "max_tokens"), rules)
     # Answers are ranked by mean log-probability, which is then needed.
     ranked = 0 if best_of > n else None
@@ -192,7 +202,7 @@ def resolve_completion(
             request,
             min(most, _default_tokens(rules)) if request.max_tokens is None else most,
             ranked if request.logprobs is None else request.logprobs,
-            request.logprobs if echo else None,
+            _most_given(request.logprobs if echo else None, request.prompt_logprobs),
             grammar,
             rules,
         ),
@@ -203,13 +213,36 @@ def resolve_completion(
         echo=echo,
         logprobs=request.logprobs,
         keep=resolve_keep(request, [len(prompt.tokens) for prompt in prompts], 0, rules),
-        **_output_options(request),
+        **_output_options(request, rules),
     )
 
 
 def _default_tokens(rules: RequestRules) -> int:
     """The length of a completion whose request sets none."""
     return min(DEFAULT_COMPLETION_LENGTH, rules.defaults.max_new_tokens or DEFAULT_COMPLETION_LENGTH)
+
+
+def truncate_prompts(
+    fields: ChatRequest | CompletionRequest, prompts: list[Prompt], rules: RequestRules
+) -> list[Prompt]:
+    """The last tokens of the prompts, as many as `truncate_prompt_tokens` says; -1: as leave room for the answer.
+
+    A text that is cut is lost, but that of a conversation, whose end is needed.
+    """
+    kept, is_chat = fields.truncate_prompt_tokens, isinstance(fields, ChatRequest)
+    if kept is None:
+        return prompts
+    if kept == -1:
+        wanted = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
+        wanted = fields.max_tokens if wanted is None else wanted
+        least = 1 if is_chat else _default_tokens(rules)
+        kept = max(1, rules.context_tokens - max(least if wanted is None else wanted, fields.min_tokens or 0))
+    return [
+        prompt
+        if len(prompt.tokens) <= kept
+        else Prompt(bytes(prompt.tokens[-kept:]), prompt.text if is_chat else None)
+        for prompt in prompts
+    ]
 
 
 def fit_worker_context(resolved: ResolvedRequest, context_tokens: int) -> ResolvedRequest:
@@ -318,6 +351,8 @@ def _resolve_sampling(
         frequency_penalty=fields.frequency_penalty or 0.0,
         repetition_penalty=_first_given(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=fields.logit_bias or {},
+        allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+        bad_words=tokenize_bad_words(fields.bad_words or (), rules.tokenizer),
         logprobs=logprobs,
         prompt_logprobs=scored,
         stop_token_ids=tuple(sorted({*ends, *(fields.stop_token_ids or ())})),
@@ -329,8 +364,14 @@ def _first_given(asked: Number | None, default: Number | None, otherwise: Number
     return asked if asked is not None else default if default is not None else otherwise
 
 
-def _output_options(fields: GenerationFields) -> dict[str, Any]:
+def _most_given(*counts: int | None) -> int | None:
+    given = [count for count in counts if count is not None]
+    return max(given) if given else None
+
+
+def _output_options(fields: GenerationFields, rules: RequestRules) -> dict[str, Any]:
     options = fields.stream_options
+    ends = () if fields.ignore_eos else rules.tokenizer.end_ids
     return {
         "stops": stop_strings(fields),
         "keep_stop": bool(fields.include_stop_str_in_output),
@@ -340,4 +381,8 @@ def _output_options(fields: GenerationFields) -> dict[str, Any]:
         "continuous_usage": options is not None and bool(options.continuous_usage_stats),
         "kv": None if fields.diptych is None else fields.diptych.kv,
         "obfuscate": options is not None and bool(options.include_obfuscation),
+        "prompt_logprobs": fields.prompt_logprobs,
+        "return_ids": bool(fields.return_token_ids),
+        "ids_as_names": bool(fields.return_tokens_as_token_ids),
+        "own_stop_ids": tuple(token for token in fields.stop_token_ids or () if token not in ends),
     }

@@ -46,6 +46,8 @@ class RequestRules:
     prefix_caching: bool = False
     # How the model writes thoughts and calls; None: its answers are plain text.
     markup: ModelMarkup | None = None
+    # Whether fields that are not known are passed over instead of refused.
+    ignore_unknown: bool = False
 
 
 def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:
@@ -117,8 +119,12 @@ def check_completion_fields(request: CompletionRequest, num_prompts: int, rules:
     _check_generation_fields(request, request.best_of or n, num_prompts, rules)
 
 
-def split_prompts(prompt: str | list[Any] | None, rules: RequestRules) -> list[str | list[int]]:
+def split_prompts(
+    prompt: str | list[Any] | None, rules: RequestRules, is_cut: bool = False
+) -> list[str | list[int]]:
     """The prompts of a body, each as a text or a list of token ids. OpenAI's API allows four forms.
+
+    If a prompt `is_cut` later, it may be longer than the context.
 
     Raises:
         RequestError: forms are mixed, there are too many prompts, or a token id is not in the vocabulary.
@@ -138,9 +144,9 @@ def split_prompts(prompt: str | list[Any] | None, rules: RequestRules) -> list[s
             if not item:
                 raise invalid_value_error("prompt", "holds an empty list of token ids")
             # Checked first, before each of the tokens is looked at.
-            if len(item) > rules.context_tokens:
+            if len(item) > rules.context_tokens and not is_cut:
                 raise context_length_error(f"has {len(item)} prompt tokens", rules.context_tokens, "prompt")
-            _check_token_ids(item, "prompt", rules)
+            check_token_ids(item, "prompt", rules)
     return split
 
 
@@ -223,11 +229,12 @@ def _check_generation_fields(
     stops = stop_strings(fields)
     if any(not stop or len(stop) > limits.max_stop_chars for stop in stops):
         raise invalid_value_error("stop", f"strings must have 1 to {limits.max_stop_chars} characters")
-    _check_token_ids(fields.stop_token_ids or [], "stop_token_ids", rules)
-    _check_token_ids(fields.logit_bias or {}, "logit_bias", rules)
+    check_token_ids(fields.stop_token_ids or [], "stop_token_ids", rules)
+    check_token_ids(fields.logit_bias or {}, "logit_bias", rules)
 
 
-def _check_token_ids(ids: Iterable[int], field: str, rules: RequestRules) -> None:
+def check_token_ids(ids: Iterable[int], field: str, rules: RequestRules) -> None:
+    """Refuse token ids beyond the vocabulary. Raises RequestError: 400."""
     strange = next((token for token in ids if token >= rules.tokenizer.size), None)
     if strange is not None:
         raise invalid_value_error(

@@ -26,11 +26,13 @@ from services.gateway.openai.resolve import (
     make_prompt,
     resolve_chat,
     resolve_completion,
+    truncate_prompts,
 )
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationFields,
     Message,
     TokenizeRequest,
 )
@@ -56,6 +58,7 @@ from services.gateway.openai.validate import (
     invalid_value_error,
     split_prompts,
 )
+from services.gateway.openai.vllm_fields import STRUCTURED, build_output_grammar, check_vllm_fields
 from services.gateway.parsing.answer_parts import AnswerContext
 from services.gateway.responses.translate import translate_responses
 
@@ -90,6 +93,8 @@ class ValidBody:
     special: bool = False
     grammar: Grammar | None = None
     plan: ToolPlan | None = None
+    # The field that asks for the grammar.
+    grammar_field: str = GRAMMAR_FIELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,11 @@ class BodyRoute:
     resolve: Callable[[Any, ValidBody, list[Prompt], Caller, RequestRules], ResolvedRequest | bytes]
     # Of a route that is a chat in another shape: makes the chat, which the two other functions take then.
     translate: Callable[[Any], TranslatedRequest] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it asks for generation."""
+        return self.schema not in (TokenizeRequest, DetokenizeRequest)
 
 
 def resolve_body(
@@ -115,12 +125,17 @@ def resolve_body(
         RequestError: the body is refused.
     """
     steps = ROUTES[route]
-    fields = parse_body(body, steps.schema, rules.limits.max_depth)
+    ignored: list[str] | None = [] if rules.ignore_unknown and steps.generates else None
+    fields = parse_body(body, steps.schema, rules.limits.max_depth, ignored)
     if steps.translate is None:
-        return _resolve_fields(steps, fields, caller, rules, check)
-    translated = steps.translate(fields)
-    with translated.names.rename_errors():
-        return _resolve_fields(steps, translated, caller, rules, check)
+        resolved = _resolve_fields(steps, fields, caller, rules, check)
+    else:
+        translated = steps.translate(fields)
+        with translated.names.rename_errors():
+            resolved = _resolve_fields(steps, translated, caller, rules, check)
+    if ignored and isinstance(resolved, ResolvedRequest):
+        return replace(resolved, ignored_fields=tuple(ignored))
+    return resolved
 
 
 def _resolve_fields(
@@ -129,8 +144,11 @@ def _resolve_fields(
     """The same as `resolve_body`, for a body that is decoded."""
     valid = steps.validate(fields, caller, rules)
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
-        raise grammar_error(why, TOOLS if valid.plan is not None else GRAMMAR_FIELD)
-    prompts = [_tokenize_source(source, valid.special, rules) for source in valid.sources]
+        raise grammar_error(why, valid.grammar_field)
+    is_cut = isinstance(fields, GenerationFields) and fields.truncate_prompt_tokens is not None
+    prompts = [_tokenize_source(source, valid.special, rules, is_cut) for source in valid.sources]
+    if isinstance(fields, ChatRequest | CompletionRequest):
+        prompts = truncate_prompts(fields, prompts, rules)
     resolved = steps.resolve(fields, valid, prompts, caller, rules)
     if rules.prefix_caching and isinstance(resolved, ResolvedRequest):
         return resolved.with_chunk_names()
@@ -143,14 +161,17 @@ def grammar_error(why: str, field: str = GRAMMAR_FIELD) -> RequestError:
     return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, field))
 
 
-def _tokenize_source(source: str | list[int] | Conversation, special: bool, rules: RequestRules) -> Prompt:
+def _tokenize_source(
+    source: str | list[int] | Conversation, special: bool, rules: RequestRules, is_cut: bool
+) -> Prompt:
     if isinstance(source, list):
         return make_prompt(source)
     if isinstance(source, Conversation):
         text, param = _render_conversation(source, rules), "messages"
     else:
         text, param = source, "prompt"
-    check_text_length(text, rules, param)
+    if not is_cut:
+        check_text_length(text, rules, param)
     return make_prompt(rules.tokenizer.encode(text, special), text)
 
 
@@ -167,16 +188,27 @@ def _render_conversation(conversation: Conversation, rules: RequestRules) -> str
 def _validate_chat(request: ChatRequest, caller: Caller, rules: RequestRules) -> ValidBody:
     check_priority(request, caller)
     check_chat_fields(request, rules)
+    check_vllm_fields(request, rules)
     check_thought_budget(request, rules)
-    grammar = build_grammar(request.response_format, rules.limits)
     plan = plan_tools(request, rules)
+    grammar, field = _build_grammar(request, plan is not None, rules)
     if plan is not None and rules.markup is not None:
-        grammar = build_tool_grammar(plan, request.response_format, rules.markup)
+        grammar, field = build_tool_grammar(plan, request.response_format, rules.markup), TOOLS
     options = choose_template_options(request, rules)
     conversation = _validate_conversation(request, request.messages, options)
     if plan is not None:
         conversation = replace(conversation, tools=plan.template_tools())
-    return ValidBody([conversation], bool(request.add_special_tokens), grammar, plan)
+    return ValidBody([conversation], bool(request.add_special_tokens), grammar, plan, field)
+
+
+def _build_grammar(
+    fields: GenerationFields, has_tools: bool, rules: RequestRules
+) -> tuple[Grammar | None, str]:
+    """The grammar of a text, and the field that asks for it. Raises RequestError: 400, it is invalid."""
+    grammar = build_output_grammar(fields, has_tools, rules)
+    if grammar is not None:
+        return grammar, STRUCTURED
+    return build_grammar(fields.response_format, rules.limits), GRAMMAR_FIELD
 
 
 def _validate_conversation(
@@ -253,10 +285,12 @@ def _count_system_tokens(
 
 def _validate_completion(request: CompletionRequest, caller: Caller, rules: RequestRules) -> ValidBody:
     check_priority(request, caller)
-    prompts = split_prompts(request.prompt, rules)
+    prompts = split_prompts(request.prompt, rules, request.truncate_prompt_tokens is not None)
     check_completion_fields(request, len(prompts), rules)
-    grammar = build_grammar(request.response_format, rules.limits)
-    return ValidBody([*prompts], request.add_special_tokens is not False, grammar)
+    check_vllm_fields(request, rules)
+    grammar, field = _build_grammar(request, False, rules)
+    special = request.add_special_tokens is not False
+    return ValidBody([*prompts], special, grammar, grammar_field=field)
 
 
 def _resolve_completion(

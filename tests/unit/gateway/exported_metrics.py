@@ -21,6 +21,7 @@ from services.gateway.keys.named_keys import NamedKeys
 from services.gateway.metrics.deployment import DeploymentCollector
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
+from services.gateway.preparation.ignored_fields import IgnoredFields
 from services.gateway.tls.certificate_watch import EXPIRY
 from tests.unit.gateway.batches.idle_feeder import idle_feeder
 
@@ -53,6 +54,7 @@ def exported() -> dict[str, Entry]:
         DeploymentCollector("1.0", "toy", lambda: "fp_1", lambda: {"prefill": 1, "decode": 1})
     )
     metrics.registry.gauge(*EXPIRY)
+    ignored_fields = IgnoredFields(metrics.registry)
     named = {
         own._name: tuple(own._labelnames)
         for own in (
@@ -60,6 +62,7 @@ def exported() -> dict[str, Entry]:
             *vars(metrics.kv).values(),
             *vars(metrics.replan).values(),
             *vars(metrics.slos).values(),
+            *vars(ignored_fields).values(),
         )
         if isinstance(own, Counter | Gauge | Histogram)
     }

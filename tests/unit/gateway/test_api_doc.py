@@ -1,4 +1,4 @@
-"""docs/api.md and docs/api_routes.md have every field that a client may send."""
+"""docs/api.md, docs/api_fields.md and docs/api_routes.md have every field that a client may send."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from services.gateway.openai.schemas.request_schema import (
     FunctionTool,
     Message,
     StreamOptions,
+    StructuredOutputs,
     TokenizeRequest,
 )
 from services.gateway.openai.schemas.responses_request import (
@@ -43,12 +44,14 @@ def names_in(text: str) -> set[str]:
         DetokenizeRequest,
         Message,
         StreamOptions,
+        StructuredOutputs,
         FunctionTool,
     ],
 )
 def test_every_field_has_its_place(kind: type[Any]) -> None:
     names = {field.encode_name for field in msgspec.structs.fields(kind)} - PLAIN
-    assert names - names_in((DOCS / "api.md").read_text(encoding="utf-8")) == set()
+    pages = [(DOCS / page).read_text(encoding="utf-8") for page in ("api.md", "api_fields.md")]
+    assert names - names_in("".join(pages)) == set()
 
 
 ROUTE_KINDS = {"Responses": (ResponsesRequest, ReasoningOptions, ResponseStreamOptions)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -324,3 +325,67 @@ def test_answers_that_wait_are_bounded_in_sum(tokens: GatewayTokenizer) -> None:
     greedy.release_bytes()
     modest.release_bytes()
     assert memory.held_bytes == 0
+
+
+def ranked(tokens: GatewayTokenizer, prompt: list[int], top: int) -> list[Logprob | None]:
+    """Scores of a prompt: of every second token the likeliest one is itself."""
+    return [
+        None,
+        *(
+            Logprob(token, -1.5, [(token + i % 2 + k, -1.0 - k) for k in range(top)], 2 - i % 2)
+            for i, token in enumerate(prompt[1:])
+        ),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 129, 300])
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_prompts_are_listed_as_vllm_lists_them(
+    tokens: GatewayTokenizer, kind: type[ChatFormat | CompletionFormat], count: int, top: int
+) -> None:
+    prompt = [5 + i % 200 for i in range(count)]
+    ask = replace(asked(None), prompts=[make_prompt(prompt)], prompt_logprobs=top, return_ids=True)
+    answer = OutputText(ask, 0, ask.prompts[0], tokens)
+    answer.feed_output(Output("r", 0, [7, 8], prompt_logprobs=ranked(tokens, prompt, 4), finish="length"))
+    assert answer.held_bytes > 100 * count
+    while answer.pack_logprobs(50):
+        pass
+    answer.end_sequence("length")
+    form = kind(HEAD, ask, LogprobJson(tokens))
+    body = msgspec.json.decode(b"".join(form.full_body_parts([answer], USAGE)))
+    (choice,) = body["choices"]
+    head = body if kind is ChatFormat else choice
+    assert (head["prompt_token_ids"], choice["token_ids"]) == (prompt, [7, 8])
+    first, *others = head["prompt_logprobs"]
+    assert first is None and len(others) == count - 1
+    for i, (token, entry) in enumerate(zip(prompt[1:], others, strict=True)):
+        expected = {token: (-1.5, 2 - i % 2)}
+        expected |= {token + i % 2 + k: (-1.0 - k, k + 1) for k in range(top) if i % 2 + k}
+        assert entry == {
+            str(one): {"logprob": value, "rank": rank, "decoded_token": tokens.token_text(one)}
+            for one, (value, rank) in expected.items()
+        }
+        assert next(iter(entry)) == str(token), "the token itself comes first"
+
+
+def test_what_is_not_asked_for_is_not_there(tokens: GatewayTokenizer) -> None:
+    ask = asked(None)
+    for kind in (ChatFormat, CompletionFormat):
+        form = kind(HEAD, ask, LogprobJson(tokens))
+        text = b"".join(form.full_body_parts([answered(tokens, ask, 2, 0)], USAGE))
+        assert b"token_ids" not in text and b"prompt_logprobs" not in text and b'"stop_reason":null' in text
+
+
+def test_tokens_may_have_ids_for_names(tokens: GatewayTokenizer) -> None:
+    ask, names = asked(1), LogprobJson(tokens, ids_as_names=True)
+    (row, *_) = scored(tokens, 3, 1)
+    chat = msgspec.json.decode(
+        b"".join(ChatFormat(HEAD, ask, names).full_body_parts([answered(tokens, ask, 3, 1)], USAGE))
+    )
+    entry = chat["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"] == f"token_id:{row.token}" and entry["bytes"] == list(tokens.token_bytes(row.token))
+    whole = CompletionFormat(HEAD, ask, names).full_body_parts([answered(tokens, ask, 3, 1)], USAGE)
+    logprobs = msgspec.json.decode(b"".join(whole))["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:0", "token_id:1", "token_id:2"]
+    assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)

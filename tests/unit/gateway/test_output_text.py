@@ -123,3 +123,44 @@ def test_an_echoed_prompt_comes_first(tokens: GatewayTokenizer, logprobs: int | 
     assert piece.text == "größer" + tokens.token_text(ids[0])
     assert [one.offset for one in piece.iter_rows()][-1:] == ([len("größer")] if logprobs else [])
     assert len(piece.scored) == (len(ids) + 1 if logprobs else 0)
+
+
+@given(st.lists(st.integers(4, 319), min_size=1, max_size=40), st.integers(), st.booleans())
+def test_pieces_have_every_token_that_is_counted(
+    tokens: GatewayTokenizer, ids: list[int], seed: int, ends: bool
+) -> None:
+    cuts, ask = random.Random(seed), asked(return_ids=True, logprobs=None)
+    answer, pieces = OutputText(ask, 0, ask.prompts[0], tokens), []
+    for i, token in enumerate(ids := [*ids, END] if ends else ids):
+        answer.feed_output(
+            Output("r", 0, [token], finish=None if i < len(ids) - 1 else "stop" if ends else "length")
+        )
+        if cuts.random() < 0.5:
+            pieces.append(answer.take_piece())
+    answer.end_sequence("stop" if ends else "length")
+    pieces.append(answer.take_piece())
+    taken = [token for piece in pieces for token in piece.token_ids]
+    assert [*taken, *answer.take_token_ids()] == ids and answer.num_tokens == len(ids)
+    assert all(piece for piece in pieces if piece.token_ids), "no piece has ids alone"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"own_stop_ids": (END,)}, END),
+        ({"own_stop_ids": (END,), "keep_stop": True}, END),
+        ({"own_stop_ids": (9,)}, None),
+        ({"stops": ("b",)}, "b"),
+        ({"stops": ("b",), "keep_stop": True}, "b"),
+        ({"stops": ("zz",)}, None),
+    ],
+)
+def test_an_answer_says_what_stopped_it(
+    tokens: GatewayTokenizer, fields: dict[str, object], reason: str | int | None
+) -> None:
+    ids = tokens.encode("abc", False)
+    *_, answer = written(tokens, asked(**fields), [*ids, END], "stop", None)
+    assert (answer.finish, answer.stop_reason) == ("stop", reason)
+    *_, cut = written(tokens, asked(**fields | {"stops": ()}), ids, "length", None)
+    assert (cut.finish, cut.stop_reason) == ("length", None)

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from services.gateway.generation.formats import OutputFormat, ResponseHead
 from services.gateway.generation.generation import Generation
+from services.gateway.generation.output_text import OutputPiece
+from services.gateway.generation.scored_tokens import ScoredTokens
 from services.gateway.generation.streaming import GenerationResponse
 from services.gateway.http.response_writer import ResponseWriter
 
@@ -17,7 +19,7 @@ class FakeSequenceStream:
     """Has one piece to tell; the rest and the end come while that is being written."""
 
     def __init__(self) -> None:
-        self.answer = SimpleNamespace(finish=None)
+        self.answer = SimpleNamespace(finish=None, stop_reason=None)
         self.pieces = ["first"]
 
     async def pack_logprobs(self) -> None: ...
@@ -28,7 +30,7 @@ class FakeSequenceStream:
         return (
             SimpleNamespace(text=text, split_pieces=lambda _: [SimpleNamespace(start=1, text=text)])
             if text
-            else None
+            else OutputPiece("", ScoredTokens(0))
         )
 
     def end(self) -> None:

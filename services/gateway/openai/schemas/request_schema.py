@@ -26,6 +26,10 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopField = str | Annotated[list[str], Meta(max_length=4)] | None
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+# Tokens that an answer may have, texts that it must not have, and texts of which it must be one.
+AllowedTokens = Annotated[list[TokenId], Meta(min_length=1, max_length=4096)]
+BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=64)]], Meta(max_length=64)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 TemplateOptions = Annotated[dict[str, Any], Meta(max_length=64)]
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -52,6 +56,15 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an answer has to be; exactly one of the fields. `grammar` is Lark's, and `json` a schema or its text."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -142,6 +155,22 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # -1 means as many as fit.
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Names of earlier versions of vLLM, which are refused with the new ones.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
 
     # An extension of this server.
     diptych: DiptychOptions | None = None

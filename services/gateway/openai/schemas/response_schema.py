@@ -6,11 +6,18 @@ already, see `logprob_json`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 # OpenAI writes this value for "very unlikely". Minus infinity does not exist in JSON.
 MIN_LOGPROB = -9999.0
+
+
+# vLLM's: the stop string or token that was asked for and ended the answer; ids of tokens.
+StopReason = str | int | None
+TokenIds = Sequence[int] | UnsetType
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -139,6 +146,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: str
     logprobs: Raw | None = None
+    stop_reason: StopReason = None
+    token_ids: TokenIds = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -150,6 +159,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     system_fingerprint: str | None = None
     object: str = "chat.completion"
     diptych: DetailsField = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -166,6 +177,8 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     logprobs: Raw | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -178,6 +191,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     usage: Usage | None | UnsetType = UNSET
     obfuscation: str | UnsetType = UNSET
     diptych: DetailsField = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -185,6 +199,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     index: int
     logprobs: Raw | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ if [ "$(cat "$folder/.installed" 2> /dev/null || true)" = "$wanted" ]; then
   say "$folder has vLLM $version"
   exit 0
 fi
-say "the first time takes some minutes: pip downloads 1.5 GB, $folder takes 3.4 GB"
+say "the first time takes some minutes: pip downloads 1.5 GB, $folder takes 4 GB"
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
 printf 'torch==%s\n' "$torch" > "$folder/constraints.txt"
 # Those of this project say another torch. xxhash and nixl are what Diptych's part needs beside vLLM's own packages.

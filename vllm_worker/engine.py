@@ -28,9 +28,7 @@ from vllm_worker.port import EnginePort, LoadPlan, PortOutput, PortRefused, Port
 # Steps in a row that may find nothing to compute before the engine rests: a copy takes one or two.
 FREE_STEPS = 3
 # The first rest in seconds, which doubles with each step in vain, and the longest one.
-MIN_REST_S, MAX_REST_S = 0.001, 0.05
-# A rest is at least this many times as long as the step before it, up to the longest.
-REST_RATIO = 50.0
+MIN_REST_S, MAX_REST_S = 0.001, 0.2
 
 
 @dataclass(slots=True)
@@ -236,7 +234,7 @@ class VllmEngine:
         if self._observer is not None:
             self._observer.on_step_end(begun_s, ended_s, works, [one.message for one in outputs])
         self._account_step(ended_s - begun_s, clock() - ended_s)
-        self._rest(ended_s, ended_s - begun_s)
+        self._rest(ended_s)
         return outputs
 
     def _list_works(self) -> list[tuple[Sequence, StepWork]]:
@@ -315,14 +313,14 @@ class VllmEngine:
         """There is something new to do."""
         self._empty_steps, self._rests_until_s = 0, float("-inf")
 
-    def _rest(self, now_s: float, step_s: float) -> None:
-        """Decide how long the next step can wait, after one that took `step_s` seconds."""
+    def _rest(self, now_s: float) -> None:
+        """Decide how long the next step can wait."""
         if not self.port.is_waiting_only:
             return self._wake()
         self._empty_steps += 1
         over = self._empty_steps - FREE_STEPS
         if over > 0:
-            rest_s = max(MIN_REST_S * 2 ** min(over - 1, 10), REST_RATIO * step_s)
+            rest_s = MIN_REST_S * 2 ** min(over - 1, 10)
             self._rests_until_s = now_s + min(MAX_REST_S, rest_s)
 
     # ---- statistics

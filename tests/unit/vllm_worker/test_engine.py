@@ -254,7 +254,7 @@ def test_a_waiting_engine_rests_longer_and_longer(engine: VllmEngine, port: Fake
         engine.step(clock)
         assert engine.has_work, "a copy takes a step or two"
     rests = []
-    for _ in range(8):
+    for _ in range(12):
         engine.step(clock)
         assert not engine.has_work
         assert engine.deadline_s is not None

@@ -43,6 +43,13 @@ class Route:
 
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+def message_text(body: dict[str, Any]) -> str:
+    """The text of an answer of `/v1/messages`."""
+    return "".join(block["text"] for block in body["content"] if block["type"] == "text")
+
+
 ROUTES = [
     Route(
         "chat",
@@ -57,6 +64,12 @@ ROUTES = [
         lambda body: "".join(
             part["text"] for item in body["output"] if item["type"] == "message" for part in item["content"]
         ),
+    ),
+    Route(
+        "messages",
+        "/v1/messages",
+        lambda tokens: {"messages": MESSAGES, "max_tokens": tokens},
+        message_text,
     ),
 ]
 

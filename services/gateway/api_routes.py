@@ -111,6 +111,10 @@ class ApiRoutes:
         """`POST /detokenize`. Raises RequestError if the request is refused."""
         return await self._make_reply("detokenize", request)
 
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`. Raises RequestError if the request is refused."""
+        return await self._make_reply("count_tokens", request)
+
     async def _make_reply(self, route: str, request: Request) -> Response:
         """The response to a request that a preparer answers. Raises RequestError if the request is refused."""
         self.service.check_admission(request.state.tenant)
@@ -215,6 +219,7 @@ class ApiRoutes:
         }
         posts: dict[str, Endpoint] = {
             **dict.fromkeys(GENERATION_ROUTES, self.create_generation),
+            "/v1/messages/count_tokens": self.count_tokens,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }

@@ -26,6 +26,7 @@ from services.gateway.generation.generation import Generation, GenerationBackend
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.streaming import PING_INTERVAL_S
 from services.gateway.http.error_response import SHUTTING_DOWN
+from services.gateway.messages.messages_format import MessagesFormat
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
 from services.gateway.openai.resolve import ResolvedRequest, fit_kv_class, fit_worker_context
@@ -50,6 +51,7 @@ GENERATION_ROUTES: Mapping[str, tuple[str, str, FormatMaker]] = {
     "/v1/chat/completions": ("chat", "chatcmpl-", ChatFormat),
     "/v1/completions": ("completion", "cmpl-", CompletionFormat),
     "/v1/responses": ("responses", "resp_", ResponsesFormat),
+    "/v1/messages": ("messages", "msg_", MessagesFormat),
 }
 
 

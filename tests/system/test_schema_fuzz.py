@@ -36,7 +36,8 @@ REFUSED = frozenset({
     "chat_template_kwargs", "reasoning_effort", "modalities", "continue_final_message", "top_logprobs",
     "stream_options", "logit_bias", "stop_token_ids", "response_format",
     "background", "truncation", "previous_response_id", "conversation", "context_management",
-    "access_programs", "image", "text", "reasoning", "thinking_token_budget"
+    "access_programs", "image", "text", "reasoning", "thinking_token_budget",
+    "thinking", "output_config", "container", "mcp_servers", "system"
 })
 # fmt: on
 MESSAGE_SCHEMA = {
@@ -85,7 +86,13 @@ def published(gateway: Running) -> dict[str, Any]:
 def described(gateway: Running) -> dict[str, Any]:
     """The published description as a client of this very server would have it: its model, vocabulary and limits."""
     schema = published(gateway)
-    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+    for name in (
+        "ChatRequest",
+        "CompletionRequest",
+        "ResponsesRequest",
+        "MessagesRequest",
+        "CountTokensRequest",
+    ):
         fields = schema["components"]["schemas"][name]["properties"]
         fields |= {field: known for field, known in KNOWN.items() if field in fields}
         for field in REFUSED & fields.keys():

@@ -190,16 +190,18 @@ class LineAttempts:
         if self.running.count_crashes(record.id, line.number) >= MAX_LINE_CRASHES:
             problem = f"the server was killed {MAX_LINE_CRASHES} times while it ran this line"
             (name,) = await self._read_ids(record.input_file, [line])
-            return name or "", refuse_line(RequestFailure(FailureReason.INTERNAL_ERROR, problem))
+            return name or "", refuse_line(
+                RequestFailure(FailureReason.INTERNAL_ERROR, problem), record.endpoint
+            )
         try:
             custom_id, body = await self._read_line(record.input_file, line)
         except (OSError, msgspec.DecodeError, RecursionError, FileJobFailed) as error:
             log.error("line %d of batch %s cannot be read: %s", line.number, record.id, error)
             problem = "the server cannot read this line any more"
-            return "", refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem))
+            return "", refuse_line(RequestFailure(FailureReason.STORAGE_FAILED, problem), record.endpoint)
         refusal = self._store.line_refusal(record.tenant)
         if refusal is not None:
-            return custom_id, refuse_line(refusal)
+            return custom_id, refuse_line(refusal, record.endpoint)
         timeout_s = max(0.0, record.expires_at - self._wall_time()) + DEADLINE_SLACK_S
         answer = await self._runner.run_line(
             record.endpoint,

@@ -21,6 +21,7 @@ from services.gateway.batches.storage.answer_spool import AnswerSpool, SpooledRe
 from services.gateway.generation.whole_answer import complete_answer, write_parts
 from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import internal_failure, log_failure
+from services.gateway.http.error_shapes import error_json
 from services.gateway.http.request_body import body_too_large_failure
 from services.gateway.openai.schemas.batch_schema import LineResponse, LineResult
 from services.gateway.openai.tenancy import Caller
@@ -62,9 +63,9 @@ class LineAnswer:
         return result_text(LineResult(new_line_id(), custom_id, response))
 
 
-def refuse_line(failure: RequestFailure, request_id: str = "") -> LineAnswer:
+def refuse_line(failure: RequestFailure, endpoint: str, request_id: str = "") -> LineAnswer:
     """The answer to a line that fails, or is not run."""
-    return LineAnswer(failure.status, request_id, msgspec.json.encode(failure.error_body()), failure)
+    return LineAnswer(failure.status, request_id, error_json(endpoint, failure, request_id), failure)
 
 
 class LineRunner:
@@ -120,7 +121,7 @@ class LineRunner:
             tokens = used.prompt_tokens, cached, used.completion_tokens
             return LineAnswer(200, caller.request_id, spool, None, *tokens)
         log_failure(ids, failure)
-        return refuse_line(failure, caller.request_id)
+        return refuse_line(failure, endpoint, caller.request_id)
 
     def _check_length(self, body: bytes) -> None:
         """Raise RequestError if a body is longer than it may be over HTTP."""

@@ -1,4 +1,4 @@
-"""Makes error responses in OpenAI's format, with the headers that official clients act upon, and their log lines.
+"""Makes error responses in their route's format, with the headers that official clients act upon, and their log lines.
 
 Clients see only texts of a `RequestFailure`. For an unexpected exception they see the request id, and the log has the
 details. Each error is logged with the request id and its cause: server errors always, client errors at most
@@ -11,7 +11,6 @@ import logging
 import math
 import time
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +18,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import RequestIds
 from diptych.logs.shown_text import quote_text
+from services.gateway.http.error_shapes import error_json
 from services.gateway.http.log_rate_limit import LogRateLimit
 from services.gateway.http.request_scope import keep_failure, request_ids_of
 from services.gateway.metrics.recent_events import RecentErrors
@@ -56,12 +56,14 @@ class ErrorResponse(Response):
     """An error response that logs its failure when it is sent."""
 
     def __init__(self, failure: RequestFailure, generation: str, headers: dict[str, str]) -> None:
-        body = msgspec.json.encode(failure.error_body())
-        super().__init__(body, failure.status, headers, media_type=JSON_TYPE)
+        super().__init__(b"", failure.status, headers, media_type=JSON_TYPE)
         self._failure, self._generation = failure, generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_failure(scope, self._failure, self._generation)
+        request_id = scope.get("state", {}).get("request_id")
+        self.body = error_json(scope.get("path", ""), self._failure, request_id)
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

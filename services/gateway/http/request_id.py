@@ -13,6 +13,7 @@ from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import new_request_id
 from services.gateway.http.connection import CONNECTION_EXTENSION
 from services.gateway.http.error_response import error_response, internal_failure
+from services.gateway.http.error_shapes import is_messages_path
 from services.gateway.http.request_scope import request_ids_of
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors
@@ -55,6 +56,9 @@ class RequestIdMiddleware:
         state.update(route=route, recent_errors=self.errors)
         about = about_request(request_ids_of(scope))
         extra = [(b"x-request-id", request_id.encode())]
+        if is_messages_path(scope["path"]):
+            # Anthropic's clients know it by this name.
+            extra.append((b"request-id", request_id.encode()))
         if client_id:
             extra.append((b"x-client-request-id", theirs))
         started = False

@@ -21,6 +21,19 @@ from services.gateway.openai.schemas.batch_schema import (
     FileList,
     FileObject,
 )
+from services.gateway.openai.schemas.messages_objects import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    CountedTokens,
+    MessageDelta,
+    MessageErrorReply,
+    MessageObject,
+    MessageStart,
+    MessageStop,
+    Ping,
+)
+from services.gateway.openai.schemas.messages_request import CountTokensRequest, MessagesRequest
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -56,10 +69,15 @@ REQUEST_SCHEMAS = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
     BatchRequest,
 )
+MESSAGE_EVENTS: tuple[type[Any], ...] = (
+    MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, Ping
+)  # fmt: skip
 RESPONSE_EVENTS: tuple[type[Any], ...] = (ResponseEvent, ItemEvent, PartEvent, DeltaEvent, DoneEvent)
 RESPONSE_SCHEMAS: tuple[type[Any], ...] = (
     ChatCompletion,
@@ -67,6 +85,10 @@ RESPONSE_SCHEMAS: tuple[type[Any], ...] = (
     Completion,
     ResponseObject,
     *RESPONSE_EVENTS,
+    MessageObject,
+    *MESSAGE_EVENTS,
+    CountedTokens,
+    MessageErrorReply,
     Tokenized,
     Detokenized,
     ModelList,
@@ -146,6 +168,16 @@ def openapi_document(version: str) -> dict[str, Any]:
             "/v1/completions": _post_operation("Continue a text", CompletionRequest, Completion, Completion),
             "/v1/responses": _post_operation(
                 "Answer items with items", ResponsesRequest, ResponseObject, *RESPONSE_EVENTS
+            ),
+            "/v1/messages": _post_operation(
+                "Answer messages with blocks",
+                MessagesRequest,
+                MessageObject,
+                *MESSAGE_EVENTS,
+                problem=MessageErrorReply,
+            ),
+            "/v1/messages/count_tokens": _post_operation(
+                "Count the tokens of messages", CountTokensRequest, CountedTokens, problem=MessageErrorReply
             ),
             "/tokenize": _post_operation("Text or messages to token ids", TokenizeRequest, Tokenized),
             "/detokenize": _post_operation("Token ids to text", DetokenizeRequest, Detokenized),
@@ -264,31 +296,33 @@ def _json_content(kind: type[Any]) -> dict[str, Any]:
     return {JSON: {"schema": {"$ref": SCHEMA_REF.format(name=kind.__name__)}}}
 
 
-def _sse_content(*chunks: type[Any]) -> dict[str, Any]:
+def _sse_content(*chunks: type[Any], problem: type[Any]) -> dict[str, Any]:
     """The content of a stream: the data of each event is a chunk, an error or [DONE]."""
-    kinds: list[type[Any]] = [*chunks, ErrorReply]
+    kinds: list[type[Any]] = [*chunks, problem]
     inside = {"anyOf": [{"$ref": SCHEMA_REF.format(name=kind.__name__)} for kind in kinds]}
     piece = {"type": "string", "contentMediaType": JSON, "contentSchema": inside}
     data = {"anyOf": [{"const": "[DONE]"}, piece]}
     return {SSE: {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
 
-def _error_responses(*statuses: str) -> dict[str, Any]:
+def _error_responses(*statuses: str, problem: type[Any] = ErrorReply) -> dict[str, Any]:
     return {
-        status: {"description": ERROR_RESPONSES[status], "content": _json_content(ErrorReply)}
+        status: {"description": ERROR_RESPONSES[status], "content": _json_content(problem)}
         for status in statuses
     }
 
 
-def _post_operation(summary: str, body: type[Any], answer: type[Any], *chunks: type[Any]) -> dict[str, Any]:
-    content = _json_content(answer) | (_sse_content(*chunks) if chunks else {})
+def _post_operation(
+    summary: str, body: type[Any], answer: type[Any], *chunks: type[Any], problem: type[Any] = ErrorReply
+) -> dict[str, Any]:
+    content = _json_content(answer) | (_sse_content(*chunks, problem=problem) if chunks else {})
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": _json_content(body)},
             "responses": {
                 "200": {"description": "Done", "content": content},
-                **_error_responses(*ERROR_RESPONSES),
+                **_error_responses(*ERROR_RESPONSES, problem=problem),
             },
         }
     }

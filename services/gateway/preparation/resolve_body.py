@@ -17,6 +17,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.request import Grammar
 from services.gateway.generation.output_text import with_echo
+from services.gateway.messages.translate import translate_count, translate_messages
 from services.gateway.openai.chat_messages import parse_chat_messages
 from services.gateway.openai.keep_options import count_shared_tokens, find_system_end
 from services.gateway.openai.parse_body import parse_body
@@ -28,6 +29,8 @@ from services.gateway.openai.resolve import (
     resolve_completion,
     truncate_prompts,
 )
+from services.gateway.openai.schemas.messages_objects import CountedTokens
+from services.gateway.openai.schemas.messages_request import CountTokensRequest, MessagesRequest
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -105,7 +108,7 @@ class BodyRoute:
     validate: Callable[[Any, Caller, RequestRules], ValidBody]
     resolve: Callable[[Any, ValidBody, list[Prompt], Caller, RequestRules], ResolvedRequest | bytes]
     # Of a route that is a chat in another shape: makes the chat, which the two other functions take then.
-    translate: Callable[[Any], TranslatedRequest] | None = None
+    translate: Callable[[Any, RequestRules], TranslatedRequest] | None = None
 
     @property
     def generates(self) -> bool:
@@ -130,7 +133,7 @@ def resolve_body(
     if steps.translate is None:
         resolved = _resolve_fields(steps, fields, caller, rules, check)
     else:
-        translated = steps.translate(fields)
+        translated = steps.translate(fields, rules)
         with translated.names.rename_errors():
             resolved = _resolve_fields(steps, translated, caller, rules, check)
     if ignored and isinstance(resolved, ResolvedRequest):
@@ -246,8 +249,26 @@ def _resolve_translated(
     caller: Caller,
     rules: RequestRules,
 ) -> ResolvedRequest:
-    resolved = _resolve_chat(translated.chat, valid, prompts, caller, rules)
+    chat, room = translated.chat, rules.context_tokens - len(prompts[0].tokens)
+    if translated.clips_length and 0 < room < (chat.max_completion_tokens or 0):
+        budget = chat.thinking_token_budget
+        chat = msgspec.structs.replace(
+            chat,
+            max_completion_tokens=room,
+            thinking_token_budget=None if budget is None else min(budget, room),
+        )
+    resolved = _resolve_chat(chat, valid, prompts, caller, rules)
     return replace(resolved, text_logprobs=translated.text_logprobs, route_fields=translated.route_fields)
+
+
+def _count_prompt(
+    translated: TranslatedRequest,
+    valid: ValidBody,
+    prompts: list[Prompt],
+    caller: Caller,
+    rules: RequestRules,
+) -> bytes:
+    return msgspec.json.encode(CountedTokens(len(prompts[0].tokens)))
 
 
 def _find_context(prompt: Prompt, plan: ToolPlan | None, rules: RequestRules) -> AnswerContext | None:
@@ -350,6 +371,8 @@ ROUTES = {
     "chat": BodyRoute(ChatRequest, _validate_chat, _resolve_chat),
     "completion": BodyRoute(CompletionRequest, _validate_completion, _resolve_completion),
     "responses": BodyRoute(ResponsesRequest, _validate_translated, _resolve_translated, translate_responses),
+    "messages": BodyRoute(MessagesRequest, _validate_translated, _resolve_translated, translate_messages),
+    "count_tokens": BodyRoute(CountTokensRequest, _validate_translated, _count_prompt, translate_count),
     "tokenize": BodyRoute(TokenizeRequest, _validate_tokenize, _resolve_tokenize),
     "detokenize": BodyRoute(DetokenizeRequest, _validate_detokenize, _resolve_detokenize),
 }

@@ -21,7 +21,7 @@ from services.gateway.openai.schemas.responses_objects import RepeatedFields
 from services.gateway.openai.schemas.responses_request import ResponsesRequest, ResponseTool, TextFormat
 from services.gateway.openai.schemas.server_fields import server_options
 from services.gateway.openai.translated import FieldNames, TranslatedRequest
-from services.gateway.openai.validate import invalid_value_error, unsupported_error
+from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 from services.gateway.responses.input_items import list_messages
 
 MAX_TOOLS = 128
@@ -55,7 +55,7 @@ class RouteFields(msgspec.Struct, frozen=True):
     sealed: bool = False
 
 
-def translate_responses(request: ResponsesRequest) -> TranslatedRequest:
+def translate_responses(request: ResponsesRequest, rules: RequestRules) -> TranslatedRequest:
     """The chat that a request asks for.
 
     Raises:

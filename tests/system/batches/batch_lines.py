@@ -19,6 +19,7 @@ MAX_FILE_BYTES = 1 << 20
 CHAT: Final = "/v1/chat/completions"
 COMPLETION: Final = "/v1/completions"
 RESPONSES: Final = "/v1/responses"
+MESSAGES: Final = "/v1/messages"
 ENDED = {"failed", "completed", "expired", "cancelled"}
 
 

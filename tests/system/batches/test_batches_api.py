@@ -21,6 +21,7 @@ from tests.support.model_folder import make_folder
 from tests.system.batches.batch_lines import (
     CHAT,
     COMPLETION,
+    MESSAGES,
     RESPONSES,
     THREE,
     YOURS,
@@ -87,6 +88,19 @@ def test_other_shapes_of_chats_too(client: openai.OpenAI) -> None:
     answers = [one["response"]["body"] for one in results(client, done.output_file_id).values()]
     assert [answer["output"][0]["content"][0]["text"] for answer in answers] == [SCRIPT[:2]] * 3
     assert done.usage is not None and done.usage.output_tokens == 6
+    lines = [
+        (str(n), {"model": "toy", "max_tokens": n, "messages": chat_body()["messages"]}) for n in range(3)
+    ]
+    endpoint: Any = MESSAGES
+    done = finished(client, start(client, input_file(lines, MESSAGES), endpoint).id)
+    good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
+    assert [good[name]["response"]["body"]["content"][0]["text"] for name in ("1", "2")] == [
+        SCRIPT[:1],
+        SCRIPT[:2],
+    ]
+    failed = bad["0"]["response"]["body"]
+    assert (failed["type"], failed["error"]["type"]) == ("error", "invalid_request_error")
+    assert failed["request_id"] == bad["0"]["response"]["request_id"]
 
 
 def test_hundreds_of_lines_run_in_a_window(client: openai.OpenAI, gateway: Running) -> None:

@@ -9,6 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.openai.schemas.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputOptions,
+    ThinkingOptions,
+    ToolPick,
+)
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -54,7 +61,10 @@ def test_every_field_has_its_place(kind: type[Any]) -> None:
     assert names - names_in("".join(pages)) == set()
 
 
-ROUTE_KINDS = {"Responses": (ResponsesRequest, ReasoningOptions, ResponseStreamOptions)}
+ROUTE_KINDS: dict[str, tuple[type[Any], ...]] = {
+    "Responses": (ResponsesRequest, ReasoningOptions, ResponseStreamOptions),
+    "Messages": (MessagesRequest, CountTokensRequest, ThinkingOptions, OutputOptions, ToolPick),
+}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+ANSWER = {"type": "json_schema", "schema": {"type": "object"}}
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"model": "toy", "messages": MESSAGES, "response_format": FORMAT},
     "completion": {"model": "toy", "prompt": "hi", "response_format": FORMAT},
@@ -30,6 +31,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "input": "hi",
         "text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}}},
     },
+    "messages": {"model": "toy", "max_tokens": 9, "messages": MESSAGES, "output_config": {"format": ANSWER}},
+    "count_tokens": {"model": "toy", "messages": MESSAGES, "output_config": {"format": ANSWER}},
     "tokenize": {"prompt": "hi"},
     "detokenize": {"tokens": [1, 2]},
 }
@@ -73,6 +76,10 @@ STEPS = {
     "responses": (
         "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode resolve_chat"
     ),
+    "messages": (
+        "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode resolve_chat"
+    ),
+    "count_tokens": "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode",
     "tokenize": "parse_body encode",
     "detokenize": "parse_body",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.schemas.responses_request import ResponsesRequest
 from services.gateway.openai.translated import FieldNames, TranslatedRequest
+from services.gateway.openai.validate import RequestRules
 from services.gateway.responses.input_items import seal_thought
 from services.gateway.responses.translate import translate_responses
 
@@ -52,7 +53,8 @@ def test_a_failure_names_them_in_its_text_too() -> None:
 
 def translated(**fields: Any) -> TranslatedRequest:
     body = msgspec.json.encode({"model": "toy", "input": "hi", **fields})
-    return translate_responses(parse_body(body, ResponsesRequest, 64))
+    # The rules count for thoughts of `/v1/messages` alone.
+    return translate_responses(parse_body(body, ResponsesRequest, 64), cast(RequestRules, None))
 
 
 def messages_of(*items: dict[str, Any], **fields: Any) -> list[tuple[str, Any, Any, int]]:

@@ -1,0 +1,140 @@
+"""Turns the messages of `/v1/messages` into those of a chat: blocks of results become messages of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.messages_request import ContentBlock, ConversationFields, InputMessage
+from services.gateway.openai.schemas.request_schema import Message
+from services.gateway.openai.validate import invalid_value_error, unsupported_error
+
+# What begins the line by which Claude Code is billed. It is another one in each request, so that no prefix would ever
+# be shared if it were a part of the prompt.
+BILLING = "x-anthropic-billing-header:"
+ERROR_MARK = "Error: "
+# Between blocks of one message. An answer's own blocks are joined without it, as they came.
+BREAK = "\n\n"
+
+
+@dataclass(slots=True)
+class BlockMessages:
+    """The messages of a chat, and where each comes from, as errors name it."""
+
+    messages: list[Message] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def add_message(self, message: InputMessage, where: str) -> None:
+        """Add a message. Raises RequestError (400) if it has what a chat cannot have."""
+        if isinstance(message.content, str):
+            self._add(Message(role=message.role, content=message.content), where)
+        elif message.role == "assistant":
+            self._add_answer(message.content, where)
+        else:
+            self._add_question(message, message.content, where)
+
+    def _add_question(self, message: InputMessage, blocks: list[ContentBlock], where: str) -> None:
+        """Add a message of the user. Results of calls in it come as messages of their own, in their order."""
+        texts: list[str] = []
+
+        def end_text() -> None:
+            if texts:
+                self._add(Message(role=message.role, content=BREAK.join(texts)), where)
+                texts.clear()
+
+        for i, block in enumerate(blocks):
+            place = f"{where}.content[{i}]"
+            if block.type == "tool_result":
+                end_text()
+                if block.tool_use_id is None:
+                    raise missing_parameter_error(f"{place}.tool_use_id")
+                text = _join_texts(block.content or [], f"{place}.content", BREAK)
+                text = ERROR_MARK + text if block.is_error else text
+                self._add(Message(role="tool", content=text, tool_call_id=block.tool_use_id), place)
+            else:
+                texts.append(_read_text(block, place))
+        end_text()
+        if not blocks:
+            raise invalid_value_error(f"{where}.content", "must have at least one block")
+
+    def _add_answer(self, blocks: list[ContentBlock], where: str) -> None:
+        """Add a message of the assistant. A thought that nobody can read is left out."""
+        thoughts: list[str] = []
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for i, block in enumerate(blocks):
+            place = f"{where}.content[{i}]"
+            if block.type == "thinking":
+                if block.thinking is None:
+                    raise missing_parameter_error(f"{place}.thinking")
+                thoughts.append(block.thinking)
+            elif block.type == "tool_use":
+                calls.append(_make_call(block, place))
+            elif block.type != "redacted_thinking":
+                texts.append(_read_text(block, place))
+        thought = "\n".join(thoughts) or None
+        content = "".join(texts) if texts or not (calls or thought) else None
+        message = Message(
+            role="assistant", content=content, tool_calls=calls or None, reasoning_content=thought
+        )
+        self._add(message, where)
+
+    def _add(self, message: Message, where: str) -> None:
+        self.messages.append(message)
+        self.places.append(where)
+
+
+def list_messages(request: ConversationFields) -> BlockMessages:
+    """The messages of a request, that of the system first.
+
+    Raises:
+        RequestError: 400, a block cannot be a part of a chat.
+    """
+    found = BlockMessages()
+    system = _read_system(request)
+    if system:
+        found.messages, found.places = [Message(role="system", content=system)], ["system"]
+    for i, message in enumerate(request.messages):
+        found.add_message(message, f"messages[{i}]")
+    return found
+
+
+def _read_system(request: ConversationFields) -> str:
+    """The text of the system, without the line by which Claude Code is billed."""
+    system = request.system
+    if system is None:
+        return ""
+    if isinstance(system, str):
+        return system.partition("\n")[2].lstrip("\n") if system.startswith(BILLING) else system
+    texts = [_read_text(block, f"system[{i}]") for i, block in enumerate(system)]
+    return BREAK.join(text for text in texts if not text.startswith(BILLING))
+
+
+def _make_call(block: ContentBlock, where: str) -> dict[str, Any]:
+    """A call as chats have it."""
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise missing_parameter_error(f"{where}.{name}")
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _join_texts(content: str | list[ContentBlock], where: str, between: str) -> str:
+    """The text of a result. Raises RequestError (400) if it has something else."""
+    if isinstance(content, str):
+        return content
+    return between.join(_read_text(block, f"{where}[{i}]") for i, block in enumerate(content))
+
+
+def _read_text(block: ContentBlock, where: str) -> str:
+    """The text of a block. Raises RequestError (400) if it is of another type."""
+    if block.type != "text":
+        raise unsupported_error(
+            f"{where}.type", f"'{block.type[:40]}' is not supported here; this model reads text"
+        )
+    if block.text is None:
+        raise missing_parameter_error(f"{where}.text")
+    return block.text

@@ -37,7 +37,7 @@ def measure_faults(context: PartContext) -> None:
             wait_answers(batch, ANSWERS_S)
             held.update(deployment.wait_rest(REST_S, DEVICE_BOOKS))
             deployment.wait_ready()
-            context.record(faulty.counts() | {"kv_at_rest": len(held), "held_by": held})
+            context.record(check_answers(faulty, reference) | {"kv_at_rest": len(held), "held_by": held})
 
         for stage, role in itertools.islice(itertools.cycle(PHASES), rounds):
             pids |= {deployment.pid(worker) for worker in deployment.workers}
@@ -50,7 +50,7 @@ def measure_faults(context: PartContext) -> None:
             time.sleep(STOPPED_S * min(1.0, context.share / WHOLE_SHARE))
         end_round(batch)
         pids |= {deployment.pid(worker) for worker in deployment.workers}
-    context.record(check_answers(faulty, reference) | {"left_behind": sum(map(is_alive, pids))})
+    context.record({"left_behind": sum(map(is_alive, pids))})
 
 
 def check_answers(faulty: FaultyDeployment, reference: Sequence[ChannelAnswer]) -> dict[str, object]:

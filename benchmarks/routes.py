@@ -27,6 +27,7 @@ import httpx
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ANSWER_S, serving_deployment
 from benchmarks.load.short_form import add_short_form
+from benchmarks.tls import wait_ready
 
 MODEL, WARM_UP, SEED = "tiny", 8, 7
 QUESTION = "What is a list in Python?"
@@ -105,6 +106,7 @@ def measure_routes(num_rounds: int, num_tokens: int) -> dict[str, Any]:
         serving_deployment(*flags) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=ANSWER_S) as http,
     ):
+        wait_ready(http)
         texts = {
             route.name: route.read_text(json.loads(ask_route(http, route, num_tokens, False)[1]))
             for route in ROUTES

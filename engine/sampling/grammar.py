@@ -324,6 +324,9 @@ def _expanded_size(pattern: str) -> int:
     length of the pattern.
     """
     most = MAX_EXPANDED_SYMBOLS + 1
+    if not any(char in pattern for char in "{[\\"):
+        # Nothing is repeated, and each character but those of groups is a symbol.
+        return min(most, len(pattern) - pattern.count("(") - pattern.count(")"))
     # The size of the pattern before each open group.
     before: list[int] = []
     total = last = 0

@@ -92,7 +92,10 @@ class Prefill(ChannelMessage, frozen=True):
 
 
 class Generate(ChannelMessage, frozen=True):
-    """Prefill and decode on this worker, with no hand-off (colocated, or local prefill)."""
+    """Prefill and decode on this worker, with no hand-off (colocated, or local prefill).
+
+    A prompt that is pooled comes this way to a prefill worker, too.
+    """
 
     request: str
     epoch: int
@@ -230,6 +233,8 @@ class Hello(ChannelMessage, frozen=True):
     # The policy by which it computes them, as text; and what it continues exactly where another worker stopped.
     block_policy: str = ""
     traits: tuple[str, ...] = TRAITS
+    # Whether it can pool prompts (`diptych.request.Pooling`).
+    pools: bool = False
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
@@ -370,6 +375,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     # What is kept of its KV, if decided since its last output.
     kept: KeptReport | None = None
+    # What was pooled, as float32 numbers: a vector, or one score.
+    pooled: bytes = b""
 
 
 class Step(ChannelMessage, frozen=True):
@@ -430,21 +437,7 @@ class Failed(ChannelMessage, frozen=True):
 
 
 ToWorker = (
-    Alive
-    | Welcome
-    | Reject
-    | OpenTransport
-    | Peer
-    | Unpeer
-    | Prefill
-    | Generate
-    | Admit
-    | Staging
-    | Fetch
-    | Renew
-    | Release
-    | Abort
-    | Drain
-    | SwitchRole
-)
+    Alive | Welcome | Reject | OpenTransport | Peer | Unpeer | Prefill | Generate | Admit | Staging
+    | Fetch | Renew | Release | Abort | Drain | SwitchRole
+)  # fmt: skip
 ToGateway = Hello | Heartbeat | Linked | Opened | Step | Staged | Offer | Pulled | Failed

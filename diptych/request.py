@@ -57,6 +57,20 @@ class ThoughtBudget(msgspec.Struct, frozen=True, omit_defaults=True):
     is_open: bool = False
 
 
+class Pooling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is computed of a prompt in place of an answer: a vector, or a score.
+
+    `kind` says of which tokens the last hidden states are the vector: "last", "cls" (the first one), or "mean". It is
+    cut to its first `dimensions`, unless these are 0, and has length 1 with `normalize`. "score" is the logistic
+    function of the next token's logit for the last of `tokens`, less that for the one before it if there is one.
+    """
+
+    kind: str
+    normalize: bool = False
+    dimensions: int = 0
+    tokens: tuple[int, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How tokens are sampled. The gateway resolves all values: a worker never fills in a default.
 
@@ -91,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     thought: ThoughtBudget | None = None
     # Whether the client gave the seed. If not, any other noise is as good.
     seeded: bool = True
+    # Of a prompt that is pooled: nothing is sampled.
+    pooling: Pooling | None = None
 
 
 # What a worker may be able to continue exactly where another one stopped (`diptych.messages.Hello.traits`): a grammar

@@ -27,6 +27,7 @@ from engine.outputs import (
     build_failure,
     build_output,
     open_live,
+    pool_step,
     score_prompt,
 )
 from engine.parking import park_sequence, restore_sequence
@@ -42,7 +43,7 @@ from engine.protocols import (
 from engine.sampling.mask_budget import MaskBudget
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.scheduling.scheduler import Scheduler, StepPlan
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceRefused
 from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, StepWorkload
 from engine.step_work import StepWork, choose_logits, kept_work
 from kvcache.allocator import KvAllocator
@@ -120,6 +121,8 @@ class Engine:
         Raises SequenceRefused if it cannot be taken (`code` says why), and ValueError if it is already here.
         """
         self.decisions.check_runner(seq)
+        if seq.sampling.pooling is not None and not getattr(self.runner, "can_pool", False):
+            raise SequenceRefused("internal_error", "the runner of this worker cannot pool")
         self.expect(seq)
         self.scheduler.add(seq, now_s)
         if self._observer is not None:
@@ -252,6 +255,8 @@ class Engine:
         if not parked and live is not None and live.logprobs is not None:
             # The tokens are computed again, and their log-probabilities with them.
             live.logprobs = [None]
+        if not parked and live is not None:
+            live.pooled_row = None
         if self.kv_observer is not None:
             self.kv_observer.on_sequence_dropped(key)
         self.table.preempt(key, parked)
@@ -304,6 +309,8 @@ class Engine:
                     raise result
                 if job.work.logits == "all":
                     score_prompt(live, job.work.start, count, result, self.sampler)
+                elif seq.sampling.pooling is not None:
+                    pool_step(live, job.work, result, self.sampler)
             except Exception as error:
                 self.table.charge(seq, count)
                 outputs[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
@@ -312,7 +319,8 @@ class Engine:
             if seq.wants_token:
                 chosen.append((live, result[-1:]))
             elif seq.pending == 0:
-                outputs[seq.key] = self._emit_output(live, None, None if seq.defer_first else "length", now_s)
+                finish = None if seq.defer_first else "stop" if live.pooled else "length"
+                outputs[seq.key] = self._emit_output(live, None, finish, now_s)
         if deciding := [job.live.seq for job in jobs if job.live.seq.must_decide]:
             begun_s, unused = clock(), {live.seq.key for live, _ in chosen}.union(seq.key for seq in deciding)
             # Counted now: a sequence that is preempted for room has fewer tokens afterwards.

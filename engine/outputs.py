@@ -9,6 +9,7 @@ from diptych.messages import Failed, Logprob, Output
 from engine.protocols import Logits, SampledToken, SamplingState, StepSampler
 from engine.sequence import Sequence
 from engine.sequence_table import first_output_seconds
+from engine.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class LiveSequence:
     logprobs: list[Logprob | None] | None
     # Failed steps of the offload engine that it was in.
     failures: int = 0
+    # Of a prompt that is pooled: the sum of the hidden states so far, or its logits; None: there are none yet.
+    pooled_row: Logits | None = None
+    # What was pooled, when the prompt is complete.
+    pooled: bytes = b""
 
 
 def open_live(seq: Sequence, sampler: StepSampler) -> LiveSequence:
@@ -45,6 +50,19 @@ def score_prompt(live: LiveSequence, start: int, count: int, logits: Logits, sam
     if live.logprobs is not None and following:
         most = live.seq.sampling.prompt_logprobs or 0
         live.logprobs += sampler.score(logits[: len(following)], following, most)
+
+
+def pool_step(live: LiveSequence, work: StepWork, rows: Logits, sampler: StepSampler) -> None:
+    """Take what a step returned for a prompt that is pooled; rows of several steps are added up.
+
+    Raises:
+        ValueError: the numbers are not finite.
+    """
+    seq, pooling = live.seq, live.seq.sampling.pooling
+    if work.wanted:
+        live.pooled_row = rows if live.pooled_row is None else live.pooled_row + rows
+    if pooling is not None and seq.pending == len(work.tokens):
+        live.pooled = sampler.pool(live.pooled_row, pooling, len(seq.prompt))
 
 
 def append_token(live: LiveSequence, token: SampledToken) -> bool:
@@ -81,6 +99,7 @@ def build_output(
         seconds=first_output_seconds(seq, now_s),
         cached_tokens=cached_tokens,
         kept=kept,
+        pooled=live.pooled,
     )
 
 

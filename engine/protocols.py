@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Failed, Logprob, Output, WorkerStats
+from diptych.request import Pooling
 from engine import sequence
 from engine.step_work import StepWork
 from kvcache.eviction.bag_sizes import BagSizes
@@ -24,7 +25,8 @@ class StepRunner(Protocol):
 
     `done` is called with the number of layers whose KV is complete; without an error, the last call reports all layers.
     A runner may have an attribute `prepare_seconds`: the time its last run took before the model itself ran; and
-    `can_evict`: whether it is an `EvictingRunner` and set up as one. Without it, it cannot evict.
+    `can_evict`: whether it is an `EvictingRunner` and set up as one. Without it, it cannot evict. `can_pool`: whether
+    works may ask for `engine.step_work.POOLED_ROWS`; without it they may not.
     """
 
     def run(self, works: list[Any], done: OnLayersDone | None = None) -> list[Any]:
@@ -162,6 +164,12 @@ class StepSampler(Protocol):
 
     def score(self, logits: Any, tokens: list[int], top: int) -> list[Logprob]:
         """Log-probabilities of `tokens`, one per row of `logits`, each with the `top` most likely alternatives."""
+
+    def pool(self, row: Logits, pooling: Pooling, num_tokens: int) -> bytes:
+        """What is pooled of a prompt of `num_tokens`, as float32 numbers: a vector, or one score.
+
+        `row` [1, …] has the logits of its last token, or the sum of the hidden states of all tokens that count.
+        """
 
 
 class KvObserver(Protocol):

@@ -141,6 +141,12 @@ class Sequence:
         """
         return self.sampling.prompt_logprobs is not None and not (self.output or self.fetched)
 
+    @property
+    def pools_all_rows(self) -> bool:
+        """Whether it is pooled over more than its last token, so that each token must be computed here."""
+        pooling = self.sampling.pooling
+        return pooling is not None and pooling.kind in ("mean", "cls")
+
     def tokens(self, start: int, count: int) -> list[int]:
         """The token ids at positions `start` to `start + count - 1`, across prompt and output."""
         split, end = len(self.prompt), start + count
@@ -162,7 +168,7 @@ class Sequence:
         The last token always is computed, for its logits; if the sequence evicts, so are the last `PROFILE_ROWS` of
         its prompt.
         """
-        if self.scores_prompt and not self.parked:
+        if (self.scores_prompt or self.pools_all_rows) and not self.parked:
             return []
         if self.parked or self.kept_slabs:
             return self.keys[: self.full_chunks(self.computed)]

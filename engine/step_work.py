@@ -9,6 +9,10 @@ from diptych.eviction_spec import KeepSpec, decision_tokens
 from engine.sequence import Sequence
 from kvcache.layout import KvLayout
 
+# What a work may return in place of logits: the hidden state behind the last layer of its last or first token, or the
+# sum of all.
+POOLED_ROWS = LAST_ROW, FIRST_ROW, SUMMED_ROWS = ("last_hidden", "first_hidden", "summed_hidden")
+
 
 @dataclass(frozen=True, slots=True)
 class KeptWork:
@@ -31,8 +35,9 @@ class StepWork:
     """Compute `tokens` at positions `start` to `start + len(tokens) - 1` of a sequence.
 
     `slabs` have room for at least `start + len(tokens)` tokens, and contain the KV of positions 0 to `start - 1`.
-    `logits` says which rows of logits are returned: of the "last" token, of "all" tokens, or "none". `first_token` is
-    the id of the sequence's token 0, whose KV pools with a codec keep exactly; None: that of `tokens`, if `start` is 0.
+    `logits` says which rows of logits are returned: of the "last" token, of "all" tokens, or "none"; or in their place
+    one row of hidden states (`POOLED_ROWS`). `first_token` is the id of the sequence's token 0, whose KV pools with a
+    codec keep exactly; None: that of `tokens`, if `start` is 0.
     `kept` is given for sequences whose KV is evicted. After eviction each of `tokens` is a decode row of its own, whose
     result does not depend on the others, and all of them lie between two decision points.
     """
@@ -51,8 +56,14 @@ class StepWork:
 
     @property
     def wanted(self) -> int:
-        """Number of rows of logits that are returned."""
-        return {"last": 1, "all": len(self.tokens), "none": 0}[self.logits]
+        """Number of rows that are returned."""
+        return {"all": len(self.tokens), "none": 0}.get(self.logits, 1)
+
+    @property
+    def pooled_rows(self) -> tuple[int, int] | None:
+        """The first of the tokens whose hidden states are added up, and how many these are; None: logits are wanted."""
+        count = len(self.tokens)
+        return {LAST_ROW: (count - 1, 1), FIRST_ROW: (0, 1), SUMMED_ROWS: (0, count)}.get(self.logits)
 
 
 def kept_work(seq: Sequence) -> KeptWork | None:
@@ -66,10 +77,23 @@ def choose_logits(seq: Sequence, count: int, scores: bool) -> str:
     """Which logits are needed when the next `count` tokens of `seq` are computed; `scores`: its prompt is being
     scored.
     """
+    if seq.sampling.pooling is not None:
+        return _choose_pooled(seq, count, seq.sampling.pooling.kind)
     if scores and seq.computed + 1 < len(seq.prompt):
         return "all"
     draws = len(seq.output) < seq.sampling.max_tokens and not seq.defer_first
     return "last" if seq.pending == count and draws else "none"
+
+
+def _choose_pooled(seq: Sequence, count: int, kind: str) -> str:
+    """The rows that are needed of the next `count` tokens of a sequence that is pooled."""
+    if kind == "mean":
+        return SUMMED_ROWS
+    if kind == "cls":
+        return FIRST_ROW if seq.computed == 0 else "none"
+    if seq.pending != count:
+        return "none"
+    return "last" if kind == "score" else LAST_ROW
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +119,8 @@ class RunnerBounds:
             self._check_kept(work, work.kept, end)
         if self.layout.num_chunks(end) > len(work.slabs) and not (work.kept and work.kept.evicted):
             raise ValueError(f"{end} tokens do not fit into {len(work.slabs)} slabs")
-        if work.logits not in ("last", "all", "none"):
-            raise ValueError(f"logits are 'last', 'all' or 'none', not {work.logits!r}")
+        if work.logits not in ("last", "all", "none", *POOLED_ROWS):
+            raise ValueError(f"logits are 'last', 'all' or 'none', or pooled rows, not {work.logits!r}")
         if min(work.slabs) < 0 or max(work.slabs) >= self.num_slabs:
             raise ValueError(f"slabs {work.slabs} are not all in a pool of {self.num_slabs}")
         if (

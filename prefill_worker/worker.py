@@ -27,6 +27,7 @@ from diptych.errors import DiptychError, TransferError
 from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from diptych.messages import (
     Failed,
+    Generate,
     Offer,
     Opened,
     OpenTransport,
@@ -159,6 +160,9 @@ class PrefillWorker:
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
         """Queue a prompt. Raises SequenceRefused if the queue is full or the order is not for this role."""
+        if isinstance(order, Generate) and order.sampling.pooling is not None:
+            # It ends here, and its KV with it: nothing is offered.
+            return self.engine.add(seq, now_s)
         if not isinstance(order, Prefill):
             raise SequenceRefused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
         seq.hold_kv, seq.stage, seq.defer_first = True, order.stage, order.defer_first

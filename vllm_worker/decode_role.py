@@ -104,7 +104,7 @@ class VllmDecodeRole:
             SequenceRefused: there is no room for it, its ticket is wrong, or the order is not for this role.
         """
         match order:
-            case Generate():
+            case Generate() if order.sampling.pooling is None:
                 self.engine.add(seq, now_s)
             case Admit():
                 self._admit(order, seq, now_s)

@@ -36,6 +36,14 @@ class PrefillSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSpan:
+    """`count` rows from `row` on whose hidden states behind the last layer are added up."""
+
+    row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The concatenated tokens of a step. Only `tokens` and `wanted` are padded (to `MIN_ROWS`)."""
 
@@ -59,6 +67,33 @@ class ForwardBatch:
     spans: tuple[PrefillSpan, ...]
     # [rows with logits] int64: indices of the rows that need logits.
     wanted: torch.Tensor
+    # What is pooled; its rows of results come behind the logits.
+    pools: tuple[PoolSpan, ...] = ()
+
+    @property
+    def num_results(self) -> int:
+        """Rows of results: logits, then sums of hidden states, each as wide as logits."""
+        return len(self.wanted) + len(self.pools)
+
+
+def split_results(results: torch.Tensor, works: Sequence[StepWork], hidden: int) -> list[torch.Tensor]:
+    """The results of each work: its logits [rows, vocab], or a sum of hidden states [1, hidden]."""
+    pooled = [work.pooled_rows is not None for work in works]
+    order = sorted(range(len(works)), key=pooled.__getitem__)
+    counts = [works[index].wanted for index in order]
+    parts = dict(zip(order, torch.split(results[: sum(counts)], counts), strict=True))
+    return [parts[index][:, :hidden] if pooled[index] else parts[index] for index in range(len(works))]
+
+
+def sum_spans(normed: torch.Tensor, pools: Sequence[PoolSpan]) -> torch.Tensor:
+    """The sums [pools, hidden] of `normed`, the hidden states of the rows of all `pools`, one after another."""
+    parts = torch.split(normed, [pool.count for pool in pools])
+    return torch.stack([part.sum(0) for part in parts])
+
+
+def pooled_row_numbers(pools: Sequence[PoolSpan]) -> torch.Tensor:
+    """The numbers of the rows of all `pools`, one after another."""
+    return torch.cat([torch.arange(pool.row, pool.row + pool.count) for pool in pools])
 
 
 def count_rows(works: Sequence[StepWork]) -> tuple[int, int]:
@@ -78,6 +113,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
     slots: list[int] = []
     wanted: list[int] = []
     spans: list[PrefillSpan] = []
+    pools: list[PoolSpan] = []
     single_works: list[tuple[int, StepWork, int]] = []
     for work, sink in zip(works, sinks or [0] * len(works), strict=True):
         row, count, start, slabs = len(tokens), len(work.tokens), work.start, work.slabs
@@ -94,7 +130,9 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
             slots += [slabs[place // CHUNK_TOKENS] for place in range(start, start + count)]
             used = torch.tensor(slabs[: -(-(start + count) // CHUNK_TOKENS)])
             spans.append(PrefillSpan(row, count, start, used, sink))
-        if work.logits != "none":
+        if (pooled := work.pooled_rows) is not None:
+            pools.append(PoolSpan(row + pooled[0], pooled[1]))
+        elif work.logits != "none":
             wanted += range(row if work.logits == "all" else row + count - 1, row + count)
     rows, lengths, table, plan, row_sinks = _pack_decodes(single_works)
     return ForwardBatch(
@@ -109,6 +147,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
         spans=tuple(spans),
         # Padded like the tokens; the decoder's caller drops the logits of padding rows.
         wanted=torch.tensor(wanted + wanted[:1] * (MIN_ROWS - len(wanted)), dtype=torch.int64),
+        pools=tuple(pools),
     )
 
 

@@ -13,9 +13,12 @@ are added up.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from engine.batching.batch import ForwardBatch
+import torch
+from torch.nn import functional
+
+from engine.batching.batch import ForwardBatch, PoolSpan, pooled_row_numbers, sum_spans
 from engine.cpu.attention import PagedAttention
 from engine.cpu.ranks.tensor_parallel import WHOLE_MODEL, Communicator, RankPlacement, SingleRank
 from engine.cpu.rowwise import add_rms_norm, silu_and_mul
@@ -58,7 +61,8 @@ class CpuDecoder:
     def forward(
         self, batch: ForwardBatch, attention: PagedAttention, done: OnLayersDone | None = None
     ) -> torch.Tensor | None:
-        """Compute a step. Returns the logits of the wanted rows, [wanted, vocab] float32, on rank 0; None elsewhere.
+        """Compute a step. Returns the logits of the wanted rows, and behind them sums of hidden states with zeros to
+        their right, [results, vocab] float32, on rank 0; None elsewhere.
 
         Afterwards the KV of all tokens is in the pages. `done` is called with the number of layers whose KV is stored.
         """
@@ -130,9 +134,21 @@ class CpuDecoder:
         """Send the activations to the next stage, or compute the logits from them."""
         if not self.placement.last:
             self.communicator.send(x.add_(delta))
-            return self.communicator.collect(None, len(batch.wanted)) if self.placement.rank == 0 else None
-        logits = self.compute_logits(x.index_select(0, batch.wanted), delta.index_select(0, batch.wanted))
-        return self.communicator.collect(logits, len(logits))
+            return self.communicator.collect(None, batch.num_results) if self.placement.rank == 0 else None
+        results = self.compute_logits(x.index_select(0, batch.wanted), delta.index_select(0, batch.wanted))
+        if batch.pools:
+            results = torch.cat([results, self._pool_rows(x, delta, batch.pools)])
+        return self.communicator.collect(results, len(results))
+
+    def _pool_rows(self, x: torch.Tensor, delta: torch.Tensor, pools: Sequence[PoolSpan]) -> torch.Tensor:
+        """This rank's columns of the sums of hidden states: it returns the columns that it has of logits."""
+        numbers = pooled_row_numbers(pools)
+        x, delta = x.index_select(0, numbers), delta.index_select(0, numbers)
+        normed = torch.empty_like(x)
+        add_rms_norm(x.numpy(), delta.numpy(), self.norm, self.config.eps, normed.numpy())
+        share = self.placement.share(self.config.vocab)
+        own = sum_spans(normed, pools)[:, share.start : share.stop]
+        return functional.pad(own, (0, share.stop - share.start - own.shape[1]))
 
     def _attend_batch(
         self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, attention: PagedAttention

@@ -13,7 +13,7 @@ import torch
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
-from engine.batching.batch import ForwardBatch, count_rows, pack_batch
+from engine.batching.batch import ForwardBatch, count_rows, pack_batch, split_results
 from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.cpu.arenas import PoolAttention, pack_groups
 from engine.cpu.attention import CpuAttention, PagedAttention
@@ -170,7 +170,8 @@ class CpuModelRunner:
         )
 
     def run(self, step_works: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
-        """Compute a step. Returns logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0.
+        """Compute a step. Returns logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0; or a sum of
+        hidden states [1, hidden].
 
         The caller may change the logits. `done` is called after each layer with the number of layers whose KV is
         complete. With several ranks no rank knows how far the others are, so `done` is called once, when all have
@@ -184,7 +185,6 @@ class CpuModelRunner:
         works, chosen = self._localise_works(step_works)
         if not works:
             return []
-        counts = [work.wanted for work in works]
         sinks = self._plan_sinks(works, chosen)
         packed, attention = self._pack_works(works, chosen, sinks)
         alone = self._followers is None
@@ -201,7 +201,12 @@ class CpuModelRunner:
             done(self._decoder.config.layers)
         assert logits is not None
         self._sink_slots.keep(sinks)
-        return list(torch.split(logits[: sum(counts)], counts))
+        return split_results(logits, works, self._decoder.config.hidden)
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether works may ask for hidden states: they travel between ranks as logits do."""
+        return self._decoder.config.hidden <= self.vocab_size
 
     @property
     def can_evict(self) -> bool:

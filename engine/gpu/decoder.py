@@ -6,12 +6,14 @@ a row may depend on the other rows of the step, since cuBLAS chooses its order o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as nnf
 
+from engine.batching.batch import PoolSpan, pooled_row_numbers, sum_spans
 from engine.gpu.batch import DeviceStep
 from engine.gpu.kernels import DeviceKernels, PagedGpuAttention
 from engine.model.architecture import ModelConfig
@@ -92,11 +94,14 @@ class GpuDecoder:
         )
         return layers + self.head.weight.nbytes
 
-    def forward(self, step: DeviceStep, attention: PagedGpuAttention) -> torch.Tensor:
-        """Compute a step: logits of the wanted rows, [wanted, vocab] float32. Afterwards the KV of all tokens is
-        stored.
+    def forward(
+        self, step: DeviceStep, attention: PagedGpuAttention, pools: Sequence[PoolSpan] = ()
+    ) -> torch.Tensor:
+        """Compute a step: logits of the wanted rows, and behind them the sums of hidden states of `pools` with zeros to
+        their right, [results, vocab] float32. Afterwards the KV of all tokens is stored.
 
-        Nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can be captured.
+        Without `pools` nothing here waits for the device or depends on the values in `step`, so that a CUDA graph can
+        be captured.
         """
         eps, kernels = self.config.eps, self.kernels
         x = self.embedding.index_select(0, step.tokens)  # [rows, hidden]
@@ -106,10 +111,20 @@ class GpuDecoder:
             delta = layer.out(self._attend(index, layer, normed, step, attention))
             normed = kernels.add_rms_norm(x, delta, layer.mlp_norm, eps)
             delta = layer.down(kernels.silu_and_mul(layer.gate_up(normed)))
+        pooled = [self._pool_rows(x, delta, pools)] if pools else []
         x, delta = x.index_select(0, step.wanted), delta.index_select(0, step.wanted)
         if not len(x):
-            return x.new_empty(0, self.config.vocab)
-        return self.head(kernels.add_rms_norm(x, delta, self.norm, eps)).float()
+            return pooled[0] if pooled else x.new_empty(0, self.config.vocab)
+        logits = self.head(kernels.add_rms_norm(x, delta, self.norm, eps)).float()
+        return torch.cat([logits, *pooled]) if pooled else logits
+
+    def _pool_rows(self, x: torch.Tensor, delta: torch.Tensor, pools: Sequence[PoolSpan]) -> torch.Tensor:
+        """The sums of hidden states, as wide as logits."""
+        numbers = pooled_row_numbers(pools).to(self.device)
+        normed = self.kernels.add_rms_norm(
+            x.index_select(0, numbers), delta.index_select(0, numbers), self.norm, self.config.eps
+        )
+        return nnf.pad(sum_spans(normed.float(), pools), (0, self.config.vocab - self.config.hidden))
 
     def _attend(
         self,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from diptych.chunks import CHUNK_TOKENS
-from engine.batching.batch import pack_batch
+from engine.batching.batch import PoolSpan, pack_batch, split_results
 from engine.batching.sink_slots import DEFAULT_SLOTS, SinkPlan, SinkSlots
 from engine.gpu.batch import StepSizes, fill_step, measure_sizes, view_step
 from engine.gpu.coded.sinks import GpuSinkRecorder
@@ -51,6 +51,8 @@ class PackedStep:
     graph: bool
     # The places of the works' first tokens among the sinks; empty for a pool without a codec.
     sinks: tuple[int, ...] = ()
+    # What is pooled; such a step uses no graph.
+    pools: tuple[PoolSpan, ...] = ()
 
     def fits(self, works: Sequence[StepWork], sinks: Sequence[int]) -> bool:
         """Whether `works` are the packed works, apart from their token ids, which were unknown for a guess."""
@@ -178,7 +180,8 @@ class GpuModelRunner:
         return cls(decoder, layout, data, max_model_len, calibration=calibration, sink_slots=sink_slots)
 
     def run(self, works: Sequence[StepWork], done: OnLayersDone | None = None) -> list[torch.Tensor]:
-        """Compute a step. Returns logits per work, float32 [rows, vocab] on the device, rows = 1, len(tokens) or 0.
+        """Compute a step. Returns logits per work, float32 [rows, vocab] on the device, rows = 1, len(tokens) or 0; or
+        a sum of hidden states [1, hidden].
 
         The device has finished the step. The caller may keep and change the logits, which are adjacent in memory. The
         host does not see the progress of the device: `done` is called once, when all layers have finished.
@@ -195,10 +198,9 @@ class GpuModelRunner:
         sinks = self._plan_sinks(works)
         ready = self._prepare_step(works, sinks)
         self.prepare_seconds = time.perf_counter() - began_s
-        counts = [work.wanted for work in works]
         with torch.no_grad():
             self._compute_sinks(sinks)
-            logits = self._launch_step(ready)[: sum(counts)]
+            logits = self._launch_step(ready)[: sum(work.wanted for work in works)]
             if ready.graph:
                 # The next replay overwrites them, and a step that failed is repeated work by work.
                 logits = logits.clone()
@@ -213,7 +215,12 @@ class GpuModelRunner:
         self._sink_slots.keep(sinks)
         if done is not None:
             done(self.layout.layers)
-        return list(torch.split(logits, counts))
+        return split_results(logits, works, self._decoder.config.hidden)
+
+    @property
+    def can_pool(self) -> bool:
+        """Whether works may ask for hidden states, which come with logits and as wide."""
+        return self._decoder.config.hidden <= self.vocab_size
 
     def rehearse(self, works: Sequence[StepWork]) -> torch.Tensor:
         """Compute a step kernel by kernel. It writes no KV, so any slabs will do. Returns logits, [wanted, vocab]."""
@@ -288,7 +295,7 @@ class GpuModelRunner:
         """Pack a step into host memory, padded to the sizes of a graph if it can use one."""
         batch = pack_batch(works, sinks.slots)
         shared, tiles = self._attention.cut_batch(batch)
-        graph = self._replays and not batch.spans and len(shared.items) <= PADDED_ITEMS[-1]
+        graph = self._replays and not (batch.spans or batch.pools) and len(shared.items) <= PADDED_ITEMS[-1]
         sizes = (
             self._padded_sizes(len(batch.tokens), len(shared.items))
             if graph
@@ -296,7 +303,7 @@ class GpuModelRunner:
         )
         ints = torch.empty(sizes.numbers, dtype=torch.int32, pin_memory=self._cuda)
         fill_step(ints.numpy(), sizes, batch, shared, tiles)
-        return PackedStep(tuple(works), sizes, ints, graph, tuple(sinks.slots))
+        return PackedStep(tuple(works), sizes, ints, graph, tuple(sinks.slots), batch.pools)
 
     def _padded_sizes(self, rows: int, items: int) -> StepSizes:
         """The sizes of the graph for a number of decode rows and shared items, both rounded up."""
@@ -309,7 +316,7 @@ class GpuModelRunner:
         if ready.graph:
             return self._captured_graph(ready.sizes).replay(ready.ints)
         ints = ready.ints.to(self._decoder.device, non_blocking=True)
-        return self._decoder.forward(view_step(ints, ready.sizes), self._attention)
+        return self._decoder.forward(view_step(ints, ready.sizes), self._attention, ready.pools)
 
     def _captured_graph(self, sizes: StepSizes) -> DecodeGraph | EmulatedGraph:
         """The CUDA graph for these sizes, captured at the first use. All graphs share one memory pool."""

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from diptych.messages import Logprob
-from diptych.request import SamplingParams
+from diptych.request import Pooling, SamplingParams
 from engine.model.device_step import SAMPLED_LOGITS, SAMPLER_ARRAYS
 from engine.protocols import SampledToken
 from engine.sampling.sampler import GOLDEN, MIX1, MIX2, Sampler, SamplerRow, noise_start, stack_logits
@@ -138,6 +138,14 @@ class DeviceSampler:
             ValueError: as `Sampler.score`.
         """
         return self.sampler.score(logits, tokens, top)
+
+    def pool(self, row: torch.Tensor, pooling: Pooling, num_tokens: int) -> bytes:
+        """What is pooled, computed on the host.
+
+        Raises:
+            ValueError: as `Sampler.pool`.
+        """
+        return self.sampler.pool(row, pooling, num_tokens)
 
     def warm(self) -> None:
         """Load what the first rows would have to wait for, on the host and on the device."""

@@ -17,7 +17,7 @@ from diptych.hashing import HashField, fingerprint_fields, hash_fields
 from diptych.model_config import CONFIG_FILE, load_model_config
 from engine.model.architecture import ModelConfig, check_architecture, read_config
 from engine.model.memory_plan import MemoryPlan, available_memory, plan_memory
-from engine.model.safetensors_header import read_safetensors_header
+from engine.model.safetensors_header import full_tensor_name, read_safetensors_header
 from engine.model.weight_dtype import matrix_bytes
 from kvcache.layout import KvLayout, Shard, split_layout
 
@@ -315,7 +315,7 @@ def _tensor_files(name: str, path: Path) -> dict[str, Path]:
             raise ModelError(
                 f"the weights of {name} are incomplete", f"missing in {path}: {', '.join(missing[:4])}"
             )
-        return {tensor: path / file for tensor, file in where.items()}
+        return {full_tensor_name(tensor): path / file for tensor, file in where.items()}
     if not single.is_file():
         raise ModelError(
             f"the folder of {name} has no weights",

@@ -13,6 +13,8 @@ import msgspec
 # The header limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
+# What the names of tensors begin with in a checkpoint without an output matrix, as embedding models are saved.
+BARE_PARTS = ("embed_tokens.", "layers.", "norm.")
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -23,8 +25,13 @@ class TensorEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+def full_tensor_name(name: str) -> str:
+    """The name of a tensor as it is in a checkpoint of the whole model."""
+    return f"model.{name}" if name.startswith(BARE_PARTS) else name
+
+
 def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file, by name.
+    """The tensors of a file, by full name.
 
     Raises:
         OSError: the file cannot be read.
@@ -36,7 +43,9 @@ def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         parts = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
     parts.pop(METADATA_KEY, None)
-    tensors = {name: msgspec.json.decode(part, type=TensorEntry) for name, part in parts.items()}
+    tensors = {
+        full_tensor_name(name): msgspec.json.decode(part, type=TensorEntry) for name, part in parts.items()
+    }
     end = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if size != 8 + length + end:
         raise ValueError(f"it has {size} bytes, but its header describes {8 + length + end}")

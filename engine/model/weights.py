@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from diptych.errors import ModelError
 from engine.model.memory_plan import return_freed_memory
+from engine.model.safetensors_header import full_tensor_name
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WHOLE_RANGE = slice(None)
@@ -139,7 +140,9 @@ def _read_header(file: int) -> dict[str, OpenTensor]:
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     header = json.loads(os.pread(file, length, 8))
     return {
-        name: OpenTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        full_tensor_name(name): OpenTensor(
+            file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"]
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from diptych.errors import GrammarError
 from diptych.kernels.cache import cached
 from diptych.messages import Logprob
-from diptych.request import SamplingParams
+from diptych.request import Pooling, SamplingParams
 from engine.isolation import BadSamplingParams
 from engine.protocols import SampledToken
 from engine.sampling import grammar
 from engine.sampling.gate import ThoughtCounter
 from engine.sampling.grammar_cache import GrammarCache, MatcherRequest
+from engine.sampling.pooler import pool_row
 from engine.sampling.scores import score_rows
 from engine.sampling.token_bans import make_bans
 from engine.sequence import Sequence as Live
@@ -329,6 +330,14 @@ class Sampler:
             ValueError: the logits are not finite.
         """
         return score_rows(logits.detach().cpu().numpy(), tokens, top, ranked=True)
+
+    def pool(self, row: torch.Tensor, pooling: Pooling, num_tokens: int) -> bytes:
+        """What is pooled, computed on the host (`engine.protocols.StepSampler.pool`).
+
+        Raises:
+            ValueError: it is not finite.
+        """
+        return pool_row(row.detach().cpu().numpy()[0], pooling, num_tokens)
 
 
 def stack_logits(parts: Sequence[torch.Tensor]) -> torch.Tensor:

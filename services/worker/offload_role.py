@@ -24,7 +24,7 @@ class OffloadRole:
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
         """Queue a line. Raises SequenceRefused if it can never run here, or the queue is full."""
-        if not isinstance(order, Generate):
+        if not isinstance(order, Generate) or order.sampling.pooling is not None:
             raise SequenceRefused("internal_error", f"a bulk worker cannot serve {type(order).__name__}")
         self._engine.add(seq, now_s)
 

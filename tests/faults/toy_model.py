@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import GrammarError
 from diptych.messages import Logprob
-from diptych.request import SamplingParams
+from diptych.request import Pooling, SamplingParams
 from engine.protocols import SampledToken
 from engine.sampling import grammar
 from engine.sequence import Sequence as Live
@@ -264,6 +264,9 @@ class ToySampler:
 
     def score(self, logits: Floats, tokens: list[int], top: int) -> list[Logprob]:
         return [_score_token(row, token, top) for row, token in zip(logits, tokens, strict=True)]
+
+    def pool(self, row: Floats, pooling: Pooling, num_tokens: int) -> bytes:
+        raise AssertionError("the toy does not pool")
 
 
 def _gumbel_noise(seed: int, index: int) -> Floats:

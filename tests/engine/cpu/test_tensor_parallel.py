@@ -18,7 +18,7 @@ from engine.cpu.attention import CpuAttention
 from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankGroup, RankPlacement
 from engine.model.checkpoint import Checkpoint
-from engine.step_work import StepWork
+from engine.step_work import POOLED_ROWS, StepWork
 from kvcache.pool import KvPool
 from kvtransfer.shared_memory import SharedMemory
 from tests.engine.cpu.spread_model import CONTEXT, SLABS, SpreadModel, orders, spread
@@ -38,6 +38,8 @@ def steps(runner: CpuModelRunner) -> list[torch.Tensor]:
     found = runner.run([StepWork(a[:64], 0, [3, 5, 1], "all"), StepWork(b[:3], 0, [2, 7], "last")])
     found += runner.run([StepWork(a[64:130], 64, [3, 5, 1], "last"), StepWork(b[3:64], 3, [2, 7], "none")])
     found += runner.run([StepWork(b[64:66], 64, [2, 7], "none")])
+    pooled = [StepWork(b[:63], 0, [2, 7], kind) for kind in POOLED_ROWS]
+    found += runner.run([pooled[0], StepWork(a[:64], 0, [3, 5, 1], "last"), *pooled[1:]])
     for n in range(4):
         found += runner.run(
             [

@@ -17,7 +17,7 @@ from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Failed, Offer, Output, Pulled, Step, ToGateway, ToWorker, WorkerStats
-from diptych.request import SamplingParams
+from diptych.request import Pooling, SamplingParams
 from engine.loop import Engine
 from engine.protocols import OnLayersDone, SampledToken
 from engine.scheduling.scheduler import Scheduler
@@ -112,6 +112,9 @@ class ByteSampler:
 
     def score(self, logits: object, tokens: list[int], top: int) -> list[Any]:
         return []
+
+    def pool(self, row: list[bytes], pooling: Pooling, num_tokens: int) -> bytes:
+        return row[-1]
 
 
 class FakeLine:

@@ -16,7 +16,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import GrammarError
 from diptych.eviction_spec import decision_tokens
 from diptych.messages import Logprob
-from diptych.request import Grammar, SamplingParams
+from diptych.request import Grammar, Pooling, SamplingParams
 from engine.isolation import BadSamplingParams
 from engine.loop import Engine
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone, SampledToken, StepObserver
@@ -287,6 +287,10 @@ class FakeSampler:
     def score(self, logits: list[list[int]], tokens: list[int], top: int) -> list[Logprob]:
         """The score of a token is minus the number of tokens before it."""
         return [Logprob(token, -float(len(known)), []) for known, token in zip(logits, tokens, strict=True)]
+
+    def pool(self, row: list[list[int]], pooling: Pooling, num_tokens: int) -> bytes:
+        """The tokens before the last row."""
+        return bytes(row[-1])
 
 
 class FixedRate(MeasuredRate):

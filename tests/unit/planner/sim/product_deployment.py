@@ -19,7 +19,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
-from diptych.request import Request, RequestStage, SamplingParams
+from diptych.request import Pooling, Request, RequestStage, SamplingParams
 from engine.loop import Engine
 from engine.protocols import EvictionOrder, EvictionReport, SampledToken
 from engine.scheduling.scheduler import Scheduler, StepPlan
@@ -165,6 +165,9 @@ class Model:
 
     def score(self, logits: Any, tokens: list[int], top: int) -> list[Any]:
         return []
+
+    def pool(self, row: Any, pooling: Pooling, num_tokens: int) -> bytes:
+        return b""
 
 
 class EvictingModel(Model):

@@ -115,7 +115,7 @@ class Attempts:
         # The free pairs by what a request needs.
         everywhere = self.capabilities.find_pairs()
         found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
-        everyone, closed = self.pairs.all_uses(everywhere), set[tuple[str, str]]()
+        everyone, closed = self.pairs.all_uses(everywhere, self.queue.has_pooled), set[tuple[str, str]]()
         for state in self.queue.in_order():
             if self.expire_request(state, now_s):
                 continue
@@ -157,7 +157,7 @@ class Attempts:
                 *(version.kv_class, reason, request.keep.threshold),
             )
         )
-        if self.pairs.split and pair.prefill is None and not (state.pinned or state.bulk):
+        if self.pairs.split and pair.prefill is None and not (state.pinned or state.bulk or state.pools):
             self.effects.append(PrefilledLocally(request.id, self._explain_local_prefill()))
         self.pairs.begin_attempt(state, pair)
         self.book_load(state)

@@ -9,6 +9,7 @@ from router.requests.failure_policy import NO_WORKERS, NOT_CONTINUABLE
 from router.requests.request_state import RequestKind, RequestState
 from router.routing.capabilities import FleetCapabilities
 from router.routing.kv_classes import AnswerVersion, describe_classes, have_shared_class, names_class
+from router.routing.policy import ANY_POOLED
 
 
 class WorkerGrace:
@@ -17,6 +18,8 @@ class WorkerGrace:
     def __init__(self, patience_s: float, capabilities: FleetCapabilities) -> None:
         self.patience_s, self.capabilities, self.view = patience_s, capabilities, capabilities.view
         self._seen_s: dict[AnswerVersion, float] = {}
+        # When a worker that pools could last serve.
+        self._pooled_s = float("-inf")
 
     def note_served(self, versions: Iterable[AnswerVersion], now_s: float) -> None:
         """Answers of these versions can be served at `now_s`."""
@@ -27,6 +30,8 @@ class WorkerGrace:
     def note_available(self, now_s: float) -> None:
         """Record which versions of answers can be served now."""
         able = self.capabilities
+        if able.find_pairs(ANY_POOLED):
+            self._pooled_s = now_s
         self.note_served({version for pair in able.find_pairs() for version in able.versions_of(pair)}, now_s)
 
     def was_served(self, version: AnswerVersion | None, now_s: float, kv_class: str | None = None) -> bool:
@@ -49,6 +54,8 @@ class WorkerGrace:
         waits for workers until its deadline.
         """
         version, kv_class = kind.version, kind.kv_class
+        if kind.pools:
+            return kind.bulk or now_s - self._pooled_s <= self.patience_s
         if kind.bulk and not self.view.fleet.known_hellos():
             return True
         if version is None and kv_class is not None and not self.capabilities.is_known(kv_class):
@@ -63,6 +70,10 @@ class WorkerGrace:
     def unserved_failure(self, state: RequestState) -> RequestFailure:
         """Why a queued request, which should not wait any longer, fails."""
         version, workers = state.version, self.view.fleet.workers
+        if state.pools:
+            role = "prefill" if self.view.split else "decode"
+            why = f"no {role} worker that pools takes requests"
+            return state.last_failure.failure(why)
         if state.kind.evicts and not self.capabilities.can_evict_somewhere(state.kv_class):
             able = sorted(name for name, worker_state in workers.items() if worker_state.hello.keep_classes)
             problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
@@ -81,6 +92,8 @@ class WorkerGrace:
 
     def explain_missing(self) -> str:
         """Why no pair can serve requests now, for an error message."""
+        if self.view.only_pools:
+            return "no prefill worker that pools is up"
         roles = ("prefill", "decode") if self.view.split else ("decode",)
         absent = [role for role in roles if not self.view.fleet.workers_of(role)]
         if absent:

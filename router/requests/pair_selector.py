@@ -29,6 +29,7 @@ from router.routing.kv_classes import (
 )
 from router.routing.load_ledger import LoadLedger
 from router.routing.policy import (
+    ANY_POOLED,
     AnswerLengths,
     Pair,
     RankedPair,
@@ -41,6 +42,9 @@ from router.routing.policy import (
     workers_of_pair,
 )
 from router.routing.prefix_index import ChunkNames, PrefixIndex
+
+# What the names of KV classes begin with in the uses of workers by requests that are pooled.
+POOLED_USE = "pooled/"
 
 
 class PickedPair(NamedTuple):
@@ -65,6 +69,7 @@ class PairSelector:
     allow_local_prefill: bool
     auto_local_prefill: bool = False
     tpot_s: float | None = None
+    only_pools: bool = False
     ledger: LoadLedger = field(default_factory=LoadLedger)
     answers: AnswerLengths = field(default_factory=AnswerLengths)
     bulk_answers: AnswerLengths = field(default_factory=AnswerLengths)
@@ -82,6 +87,7 @@ class PairSelector:
             self.allow_local_prefill,
             self.auto_local_prefill,
             self.tpot_s,
+            self.only_pools,
         )
         self.capabilities = FleetCapabilities(self.view, self.auto)
 
@@ -173,7 +179,12 @@ class PairSelector:
         return rounds
 
     def _leaves_choice(self, need: RoutingNeed, pair: Pair) -> bool:
-        """Whether the router chooses the class on this pair: the request asks for that, or its workers do."""
+        """Whether the router chooses the class on this pair: the request asks for that, or its workers do.
+
+        No KV of a prompt that is pooled is moved, so its worker's first class is as good as another.
+        """
+        if need.pools:
+            return False
         asks_none = need.kv_class is None and self.fleet.workers[pair[1]].hello.kv_auto
         return asks_none or need.kv_class == AUTO_CLASS
 
@@ -195,13 +206,25 @@ class PairSelector:
         return set[str]().union(*map(workers_of_pair, found))
 
     def _use(self, worker: str, need: RoutingNeed) -> tuple[str, str]:
-        """A worker, and the KV class that a request would use there."""
-        return worker, decided_class(self.fleet.workers[worker].hello, need.kv_class)
+        """A worker, and the KV class that a request would use there.
 
-    def all_uses(self, found: list[Pair]) -> set[tuple[str, str]]:
-        """All that `pick_pair` could add to `closed`: the workers of these pairs, with each of their classes."""
+        What is pooled need not wait behind requests without room at a decode worker: it has a use of its own.
+        """
+        kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
+        return worker, f"{POOLED_USE}{kv_class}" if need.pools else kv_class
+
+    def all_uses(self, found: list[Pair], pooled: bool = False) -> set[tuple[str, str]]:
+        """All that `pick_pair` could add to `closed`: the workers of these pairs, with each of their classes. `pooled`:
+        also for requests that are pooled.
+        """
         workers = self.fleet.workers
-        return {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
+        uses = {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
+        if not pooled:
+            return uses
+        names = self._workers_of(self.capabilities.find_pairs(ANY_POOLED))
+        return uses | {
+            (name, f"{POOLED_USE}{one}") for name in names for one in classes_of(workers[name].hello)
+        }
 
     def can_pin(self, pinned_pair: ChosenPair, kv_class: str | None) -> bool:
         """Whether a canary can use the pair that it is pinned to, with KV of `kv_class` (None: of any)."""
@@ -213,7 +236,7 @@ class PairSelector:
         there = any(
             worker_state.name == pinned_pair.decode
             and (pinned_pair.prefill is not None or not worker_state.draining)
-            for worker_state in self.fleet.workers_of("decode")
+            for worker_state in self.fleet.workers_of("prefill" if self.only_pools else "decode")
         )
         # Only of a worker that is there is known which classes it has.
         return there and kv_class in (
@@ -281,6 +304,8 @@ class PairSelector:
         requests.
         """
         request, pair = state.request, state.pair
+        if state.pools:
+            return None
         if state.bulk:
             return self.bulk_answers.record_length(len(request.output))
         self.answers.record_length(len(request.output))

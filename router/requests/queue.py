@@ -26,6 +26,8 @@ class RequestQueue:
     def __init__(self) -> None:
         self._groups: dict[QueueGroup, list[RequestState]] = {}  # the requests of a group in order of arrival
         self._waiting: dict[str, tuple[QueueGroup, RequestState]] = {}
+        # How many of them are pooled.
+        self._num_pooled = 0
         # Whether each request in flight is bulk work, its tenant, and its number of tokens.
         self._in_flight: dict[str, tuple[bool, str, int]] = {}
         self._tokens: Counter[str] = Counter()
@@ -39,6 +41,7 @@ class RequestQueue:
         origin = state.request.tenancy
         group = origin.priority, not state.request.output, origin.tenant
         self._waiting[state.request.id] = group, state
+        self._num_pooled += state.pools
         insort(self._groups.setdefault(group, []), state, key=_place_in_group)
 
     def start_request(self, state: RequestState) -> None:
@@ -56,6 +59,7 @@ class RequestQueue:
         """Remove the request, whether it waits or is in flight. Idempotent."""
         if (waiting := self._waiting.pop(request, None)) is not None:
             group, state = waiting
+            self._num_pooled -= state.pools
             states = self._groups[group]
             del states[bisect_left(states, _place_in_group(state), key=_place_in_group)]
             if not states:
@@ -67,6 +71,11 @@ class RequestQueue:
             self._total -= 0 if bulk else tokens
             if not counts[tenant]:
                 del counts[tenant]
+
+    @property
+    def has_pooled(self) -> bool:
+        """Whether any of the waiting requests is pooled."""
+        return self._num_pooled > 0
 
     def is_underserved(self, state: RequestState) -> bool:
         """Whether its tenant has fewer tokens in flight than an equal share. Always False without API keys, and for

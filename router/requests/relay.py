@@ -97,6 +97,7 @@ class Relay:
         admission: Admission | None = None,
         *,
         split: bool = True,
+        only_pools: bool = False,
         lease_s: float = 30.0,
         index: PrefixIndex | None = None,
         pipelined: bool = True,
@@ -105,7 +106,8 @@ class Relay:
         tpot_s: float | None = None,
         kv_budget_pct: float = DEFAULT_KV_BUDGET_PCT,
     ) -> None:
-        """`split`: the deployment has prefill workers. `pipelined`: KV may be pulled while it is computed.
+        """`split`: the deployment has prefill workers; `only_pools`: it has no others. `pipelined`: KV may
+        be pulled while it is computed.
 
         Without `index` no worker is assumed to have cached prefixes. `local_prefill` says when decode workers may
         prefill: "never", as a "fallback" while no prefill worker can, or "auto": whenever it is predicted to be better
@@ -116,7 +118,7 @@ class Relay:
         self.index = PrefixIndex(0) if index is None else index
         self.split = split
         local, auto = split and local_prefill != "never", split and local_prefill == "auto"
-        self.pairs = PairSelector(self.fleet, self.index, split, local, auto, tpot_s)
+        self.pairs = PairSelector(self.fleet, self.index, split, local, auto, tpot_s, only_pools)
         self.pairs.auto.budget_pct = kv_budget_pct
         self.capabilities = self.pairs.capabilities
         self.grace = WorkerGrace(recovery_s, self.capabilities)

@@ -70,7 +70,7 @@ class RequestKind(NamedTuple):
 
     `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
     dropped in this class. `bulk`: it is bulk work, which one worker does alone. `traits` are those that they need to
-    continue its answer.
+    continue its answer. `pools`: it is pooled, and has no answer.
     """
 
     version: AnswerVersion | None = None
@@ -78,6 +78,7 @@ class RequestKind(NamedTuple):
     evicts: bool = False
     bulk: bool = False
     traits: frozenset[str] = NO_TRAITS
+    pools: bool = False
 
 
 @dataclass(slots=True)
@@ -157,6 +158,11 @@ class RequestState:
         return self.request.tenancy.bulk
 
     @property
+    def pools(self) -> bool:
+        """Whether the prompt is pooled: a prefill worker alone serves it."""
+        return self.request.sampling.pooling is not None
+
+    @property
     def source(self) -> str | None:
         """The prefill worker of the running attempt; None if its decode worker also prefills."""
         return self.pair.prefill if self.pair else None
@@ -215,7 +221,7 @@ class RequestState:
     def kind(self) -> RequestKind:
         """What its workers must be able to do."""
         return RequestKind(
-            self.version, self.kv_class, self.request.keep.evicts, self.bulk, self.traits_to_go_on
+            self.version, self.kv_class, self.request.keep.evicts, self.bulk, self.traits_to_go_on, self.pools
         )
 
     @property
@@ -248,6 +254,7 @@ class RequestState:
             handed_tokens=self.handed_tokens if request.keep.evicts else None,
             beside=BesideNeed() if bound else self.wish.beside,
             traits=self.traits_to_go_on,
+            pools=self.pools,
         )
 
     @property
@@ -269,6 +276,8 @@ class RequestState:
             return {}
         unprefilled = self.unprefilled_tokens if stage is RequestStage.QUEUED else 0
         credit = min(unprefilled, CREDIT_TOKENS_PER_PROMPT)
+        if self.pools:
+            return {pair.decode: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit)}
         room = max(0, self.room_tokens - self.shared_tokens)
         if pair.prefill is None:
             if stage is RequestStage.QUEUED:

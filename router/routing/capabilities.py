@@ -126,8 +126,17 @@ class FleetCapabilities:
         return len(able) == len(hellos) or set(able).issuperset(self.needed_roles)
 
     @property
+    def can_pool(self) -> bool:
+        """Whether a worker that gets prompts to pool can do so, or could when it was lost; or none is known."""
+        role = "prefill" if self.view.split else "decode"
+        able = [hello.pools for hello in self.view.fleet.known_hellos() if hello.role == role]
+        return not able or any(able)
+
+    @property
     def needed_roles(self) -> tuple[str, ...]:
         """The roles without which no request can be served."""
+        if self.view.only_pools:
+            return ("prefill",)
         return ROLES if self.view.split and not self.view.allow_local_prefill else ("decode",)
 
     def is_class_gone(self, version: AnswerVersion | None) -> bool:

@@ -33,6 +33,13 @@ MAX_CREDIT_TOKENS_UNDERSERVED = 6 * CREDIT_TOKENS_PER_PROMPT
 def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """The pairs of `found` whose workers have credit for `need` now; each worker is examined once."""
     tokens = prefill_room_tokens(need)
+    if need.pools:
+        # Its worker is to it what a prefill worker is to other prompts.
+        return [
+            (source, target)
+            for source, target in found
+            if _has_prefill_credit(target, view, need) and _has_kv_room(target, tokens, need, view)
+        ]
     room = {
         target: _has_decode_room(target, need.room_tokens, need, view)
         for target in {target for _, target in found}

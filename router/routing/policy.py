@@ -65,7 +65,7 @@ class RoutingNeed:
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
     others, and `handed_tokens` are those whose KV it then gets; None: it drops none.
     `beside` is what other sequences of its HTTP request will need in the class that it gets. `traits` are those that
-    its workers need to continue its answer (`router.requests.continuable`).
+    its workers need to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by one worker.
     """
 
     prompt_tokens: int
@@ -79,6 +79,7 @@ class RoutingNeed:
     handed_tokens: int | None = None
     beside: BesideNeed = BesideNeed()
     traits: frozenset[str] = frozenset()
+    pools: bool = False
 
     @property
     def bulk(self) -> bool:
@@ -106,17 +107,18 @@ class AnswerLengths:
         return min(max_tokens, round(self._mean_tokens))
 
 
-# Finds the pairs for a request without any requirements.
-ANY_REQUEST = RoutingNeed(0, 0)
+# Find the pairs for a request without any requirements, and for one that is pooled.
+ANY_REQUEST, ANY_POOLED = RoutingNeed(0, 0), RoutingNeed(0, 0, pools=True)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingView:
     """Everything that a routing decision depends on.
 
-    `split`: the deployment has prefill workers. `allow_local_prefill`: decode workers may prefill while no prefill
-    worker can. `auto_local_prefill`: decode workers may also prefill whenever that is predicted to be better, as long
-    as their steps stay within `tpot_s` seconds (if given).
+    `split`: the deployment has prefill workers. `only_pools`: it has no others, so all requests are pooled.
+    `allow_local_prefill`: decode workers may prefill while no prefill worker can. `auto_local_prefill`: decode workers
+    may also prefill whenever that is predicted to be better, as long as their steps stay within `tpot_s` seconds (if
+    given).
     """
 
     fleet: Fleet
@@ -126,6 +128,7 @@ class RoutingView:
     allow_local_prefill: bool = False
     auto_local_prefill: bool = False
     tpot_s: float | None = None
+    only_pools: bool = False
 
     def shared_tokens(self, worker: str, need: RoutingNeed) -> int:
         """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed."""
@@ -155,8 +158,12 @@ def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """All pairs that could serve `need` now.
 
     These are the linked pairs; in a deployment without prefill workers, the decode workers alone, and also while no
-    prefill worker can prefill and `allow_local_prefill` is set. Bulk work is always prefilled where it is decoded.
+    prefill worker can prefill and `allow_local_prefill` is set. Bulk work is always prefilled where it is decoded. What
+    is pooled ends at the worker that prefills it, and is given to it as to one that does both.
     """
+    if need.pools or view.only_pools:
+        able = view.eligible_workers("prefill" if view.split else "decode", need)
+        return [(None, worker_state.name) for worker_state in able if worker_state.hello.pools]
     decode = view.eligible_workers("decode", need)
     if not view.split or need.bulk:
         return [(None, worker_state.name) for worker_state in decode]
@@ -202,7 +209,9 @@ def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> 
     prefill_workers = _workers_named(worker_states, [source for source, _ in found if source])
     colocated = _workers_named(worker_states, [target for source, target in found if not source])
     prefill_s = _prefill_wait_s(prefill_workers, need, view) | (
-        _local_prefill_wait_s if view.auto_local_prefill and not need.bulk else _colocated_wait_s
+        _local_prefill_wait_s
+        if view.auto_local_prefill and not (need.bulk or need.pools)
+        else _colocated_wait_s
     )(colocated, need, view)
     waits = [
         RankedPair(

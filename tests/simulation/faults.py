@@ -10,7 +10,7 @@ from msgspec import structs
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from diptych.request import BULK_PRIORITY, TRAITS, Tenancy
+from diptych.request import BULK_PRIORITY, TRAITS, Pooling, SamplingParams, Tenancy
 from tests.simulation.gateway import VirtualClient
 from tests.simulation.process import MODEL_LEN
 from tests.simulation.virtual_model import POISON
@@ -20,7 +20,7 @@ from tests.simulation.world import PATIENCE_S, VirtualWorld, random_sampling
 @dataclass(frozen=True, slots=True)
 class ClientMix:
     """Requests per second, and how likely a client has little time, leaves, brings what kills a worker, lets heads
-    drop KV, or asks for bulk work.
+    drop KV, asks for bulk work, or for what is pooled.
     """
 
     rate: float = 12.0
@@ -29,6 +29,7 @@ class ClientMix:
     poisonous: float = 0.0
     dropping: float = 0.0
     bulk: float = 0.0
+    pooled: float = 0.0
 
 
 class ClientLoad:
@@ -81,6 +82,8 @@ class ClientLoad:
         keep = KEEP_ALL
         if self.crowd.dropping and rng.random() < self.crowd.dropping:
             keep = KeepSpec(rng.choice([0.95, 0.5]), rng.choice([0, length // CHUNK_TOKENS]) * CHUNK_TOKENS)
+        if self.crowd.pooled and rng.random() < self.crowd.pooled:
+            asked, keep = SamplingParams(0, 0, temperature=0.0, pooling=Pooling("last")), KEEP_ALL
         return self.world.ask(prompt, asked, origin, patience_s, kv_class, keep)
 
 

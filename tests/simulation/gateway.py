@@ -181,7 +181,7 @@ class VirtualGateway:
                     self._lost(worker)
             case DeliverTokens(request, output):
                 if (client := self.clients.get(request)) is not None:
-                    client.got += output.tokens
+                    client.got += output.tokens or list(output.pooled)
             case FinishRequest(request, reason):
                 self._end(request, reason)
             case FailRequest(request):

@@ -205,6 +205,7 @@ class VirtualProcess:
                 kv_auto=self.chooses,
                 keep_classes=self.keep_classes,
                 traits=self.world.traits,
+                pools=True,
             )
         )
         self.wake_process()

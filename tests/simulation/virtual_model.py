@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, SamplingParams
+from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, Pooling, SamplingParams
 from engine.protocols import OnLayersDone, SampledToken
 from engine.sequence import num_chunks
 from engine.step_work import StepWork
@@ -70,6 +70,8 @@ class VirtualRunner:
     """`engine.protocols.StepRunner`. `spend` is called with the tokens of a step before each of its layers: time may
     pass then.
     """
+
+    can_pool = True
 
     def __init__(self, memory: VirtualMemory, spend: Callable[[int], None] = lambda tokens: None) -> None:
         """KV differs from class to class, so an answer that changes its class is seen."""
@@ -180,6 +182,8 @@ def run_step(
 class VirtualClassRunner:
     """`engine.protocols.StepRunner` over the pools of several classes, with a `VirtualRunner` for each."""
 
+    can_pool = True
+
     def __init__(
         self,
         memories: Sequence[VirtualMemory],
@@ -264,6 +268,10 @@ class VirtualSampler:
         """Prompts are not scored here."""
         return []
 
+    def pool(self, row: list[bytes], pooling: Pooling, num_tokens: int) -> bytes:
+        """The digest of all rows of KV that the last token read."""
+        return row[-1]
+
 
 def undisturbed_answer(
     prompt: Sequence[int],
@@ -272,11 +280,14 @@ def undisturbed_answer(
     kv_class: str = RAW_CLASS,
     runners: type[VirtualRunner] = VirtualRunner,
 ) -> tuple[list[int], str]:
-    """The answer of one undisturbed run with KV of one class, its prompt prefilled at once, and how it ends: "stop" or
-    "length".
+    """The answer of one undisturbed run, or the bytes that are pooled, with KV of one class, its prompt prefilled at
+    once, and how it ends: "stop" or "length".
     """
     slabs = list(range(num_chunks(min(len(prompt) + sampling.max_tokens, max_model_len))))
     runner = runners(VirtualMemory(len(slabs), kv_class))
+    if sampling.pooling is not None:
+        (logits,) = runner.run([StepWork(list(prompt), 0, slabs, "last", prompt[0])])
+        return list(logits[-1]), "stop"
     row = VirtualSamplerRow(sampling, ())
     tokens, start, output = list(prompt), 0, list[int]()
     while True:

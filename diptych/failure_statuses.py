@@ -50,6 +50,7 @@ class FailureReason(StrEnum):
     BATCH_NOT_FOUND = "batch_not_found"
     BATCHES_NOT_ENABLED = "batches_not_enabled"
     ONLY_BATCHES = "only_batches"
+    ONLY_POOLING = "only_pooling"
     BATCH_HAS_ENDED = "batch_has_ended"
     UNKNOWN_URL = "unknown_url"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -153,6 +154,7 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.BATCH_NOT_FOUND: FailureRule(404),
     FailureReason.BATCHES_NOT_ENABLED: FailureRule(404),
     FailureReason.ONLY_BATCHES: FailureRule(404),
+    FailureReason.ONLY_POOLING: FailureRule(404),
     FailureReason.BATCH_HAS_ENDED: FailureRule(409),
     FailureReason.UNKNOWN_URL: FailureRule(404),
     FailureReason.METHOD_NOT_ALLOWED: FailureRule(405),

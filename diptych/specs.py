@@ -250,6 +250,11 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return read_slo(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_target)
 
     @property
+    def only_pools(self) -> bool:
+        """Whether there are only prefill workers, so that prompts are pooled and nothing is generated."""
+        return self.num_decode == 0
+
+    @property
     def status_key(self) -> str | None:
         """A key that may read /status; None if no key is needed."""
         return next(iter((*self.status_keys, *self.api_keys)), None)

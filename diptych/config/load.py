@@ -152,12 +152,33 @@ def _check_pools(loaded: LoadedConfig) -> None:
             "it is for workers that serve batches alone, and there are none",
             "add --bulk 1 --prefill 0 --decode 0, or leave it out",
         )
-    if not config.colocated and min(config.pools) < 1:
-        empty = "prefill" if config.prefill < 1 else "decode"
+    if not config.colocated and config.prefill < 1:
         raise ConfigError(
-            f"the {empty} pool has no workers",
-            f"from {loaded.origin_of(empty)}",
-            f"--{empty} 1, or --colocated 1",
+            "the prefill pool has no workers",
+            f"from {loaded.origin_of('prefill')}",
+            "--prefill 1, or --colocated 1",
+        )
+    if config.pools[1] < 1:
+        _check_pooling(loaded)
+
+
+# Settings that a deployment without decode workers has no use for.
+NOT_FOR_POOLING = (
+    "decode_tp", "decode_pp", "decode_resources", "plan", "replan", "replan_mode", "slo_tpot_ms", "kv_lease_s",
+    "pipelined_transfer", "local_prefill", "kv_keep", "tool_call_parser", "reasoning_parser", "generation_config",
+)  # fmt: skip
+
+
+def _check_pooling(loaded: LoadedConfig) -> None:
+    """Check a deployment that only pools prompts. Raises ConfigError."""
+    given = [name for name in NOT_FOR_POOLING if name in loaded.origins]
+    if loaded.config.engine == "vllm":
+        given.append("engine")
+    if given:
+        raise ConfigError(
+            f"{loaded.origin_of(given[0])} does not go with --decode 0",
+            "a deployment without decode workers serves /v1/embeddings, /rerank and /score alone, with our own engine",
+            "leave it out, or add --decode 1",
         )
 
 

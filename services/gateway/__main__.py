@@ -53,7 +53,7 @@ from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog, RequestLogFile
 from services.gateway.metrics.traffic_feed import TrafficFeed
-from services.gateway.openai.request_limits import MAX_SEQUENCES, RequestLimits
+from services.gateway.openai.request_limits import MAX_INPUTS, MAX_SEQUENCES, RequestLimits
 from services.gateway.openai.sampling_defaults import SamplingDefaults
 from services.gateway.openai.tenancy import tenants_of_keys
 from services.gateway.openai.validate import RequestRules
@@ -63,6 +63,7 @@ from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.outcomes import RequestOutcomes
 from services.gateway.parsing.model_markup import ModelMarkup
+from services.gateway.pooling.load_pooler import load_pooler
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.server import GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
@@ -122,9 +123,10 @@ def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> Reques
         # If a request has more sequences than admission can ever take at once, it is refused for good (400). If it
         # has more than fit at the moment, it is refused for now (429).
         max_sequences=min(MAX_SEQUENCES, admission_limits(spec).max_group),
+        max_inputs=min(MAX_INPUTS, admission_limits(spec).max_group),
     )
     context_tokens = min(spec.max_model_len or tokenizer.context_tokens, tokenizer.context_tokens)
-    defaults = load_sampling_defaults(spec)
+    defaults, pooler = load_sampling_defaults(spec), load_pooler(spec, tokenizer)
     return RequestRules(
         tokenizer,
         spec.served_names,
@@ -135,6 +137,7 @@ def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> Reques
         spec.prefix_caching,
         ModelMarkup.load(tokenizer, spec.tool_call_parser, spec.reasoning_parser),
         spec.unknown_fields == "ignore",
+        pooler,
     )
 
 
@@ -232,12 +235,13 @@ def open_batches(
     """Files and batches, or why they are off. Raises StartError if the data directory that is needed cannot be used."""
     if spec.data_dir is None:
         return BatchesOff()
+    role = "prefill" if spec.only_pools else "decode"
     try:
         return open_batch_service(
             spec.data_dir,
             spec.max_file_bytes,
             service,
-            lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of("decode")),
+            lambda: sum(count_line_shares(member.hello) for member in relay.fleet.workers_of(role)),
             spec.shares,
             tenants_of_keys(spec.api_keys) if named is None else named.tenants,
         )
@@ -273,6 +277,8 @@ def make_service(
         longest=lambda: relay.capabilities.max_model_len,
         kv_classes=lambda: relay.capabilities.served_classes,
         only_batches=spec.bulk_only,
+        workers_pool=lambda: relay.capabilities.can_pool,
+        only_pools=spec.only_pools,
         outcomes=RequestOutcomes(metrics.slo, [metrics, metrics.history]),
     )
 
@@ -397,6 +403,7 @@ def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
         Fleet(spec.silence_s, tokenizer=tokenizer, kv_keep=spec.kv_keep),
         admission=Admission(admission_limits(spec)),
         split=spec.num_prefill > 0,
+        only_pools=spec.only_pools,
         lease_s=spec.lease_s,
         index=PrefixIndex() if spec.prefix_caching else None,
         pipelined=spec.pipelined,
@@ -411,7 +418,7 @@ def system_fingerprint(relay: Relay) -> str | None:
     """The part of `system_fingerprint` that all workers share: the model's fingerprint, and the kind of its weights if
     they are not as in the checkpoint, for example `fp_0123456789ab.weights-int4`. None without workers.
     """
-    members = relay.fleet.workers_of("decode")
+    members = relay.fleet.workers_of("decode") or relay.fleet.workers_of("prefill")
     if not members:
         return None
     hello = members[0].hello

@@ -75,6 +75,8 @@ class SequenceRecord:
     is_complete: bool = False
     # The deadline that the client set, if it is earlier than the service's own; else None.
     client_deadline_s: float | None = None
+    # Of a prompt that is pooled: "embeddings", "rerank" or "score". It has no tokens; its result counts as the first.
+    pooled: str = ""
 
     @property
     def ttft_s(self) -> float | None:

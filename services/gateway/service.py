@@ -34,6 +34,12 @@ from services.gateway.openai.schemas.batch_schema import BatchRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import RequestOutcomes
+from services.gateway.pooling.pooled_format import (
+    EmbeddingFormat,
+    RerankFormat,
+    ScoreFormat,
+)
+from services.gateway.pooling.pooled_inputs import cannot_pool_error
 from services.gateway.preparation.ignored_fields import IgnoredFields
 from services.gateway.preparation.preparation_job import (
     BATCH_ROUTE,
@@ -52,7 +58,13 @@ GENERATION_ROUTES: Mapping[str, tuple[str, str, FormatMaker]] = {
     "/v1/completions": ("completion", "cmpl-", CompletionFormat),
     "/v1/responses": ("responses", "resp_", ResponsesFormat),
     "/v1/messages": ("messages", "msg_", MessagesFormat),
+    "/v1/embeddings": ("embedding", "embd-", EmbeddingFormat),
+    "/rerank": ("rerank", "rerank-", RerankFormat),
+    "/v1/rerank": ("rerank", "rerank-", RerankFormat),
+    "/score": ("score", "score-", ScoreFormat),
+    "/v1/score": ("score", "score-", ScoreFormat),
 }
+POOLED_ROUTES = frozenset({"embedding", "rerank", "score"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,8 @@ class GatewayService:
     `fingerprint` returns the `system_fingerprint` of answers (model, weights, numerics), or None until it is known.
     `longest` returns how many tokens (prompt and answer) the workers can take, or None until that is known.
     `kv_classes` returns the KV classes that the workers have.
-    `only_batches`: the workers do bulk work only, so that requests over HTTP are refused.
+    `only_batches`: the workers do bulk work only, so that requests over HTTP are refused. `only_pools`: there are no
+    decode workers, so that prompts are pooled and nothing is generated. `workers_pool` returns whether any can pool.
     `open` holds the generations whose answer is being written. `errors` are the latest error responses. `outcomes`
     are told how every sequence ends.
     """
@@ -88,6 +101,8 @@ class GatewayService:
     longest: Callable[[], int | None] = lambda: None
     kv_classes: Callable[[], ServedClasses] = lambda: ServedClasses([RAW_CLASS], [RAW_CLASS])
     only_batches: bool = False
+    workers_pool: Callable[[], bool] = lambda: True
+    only_pools: bool = False
     outcomes: RequestOutcomes = field(default_factory=RequestOutcomes)
 
     def __post_init__(self) -> None:
@@ -170,6 +185,11 @@ class GatewayService:
         if self.only_batches:
             what = "this deployment serves batches only: POST /v1/batches"
             raise RequestError(RequestFailure(FailureReason.ONLY_BATCHES, what))
+        if route in POOLED_ROUTES and not self.workers_pool():
+            raise cannot_pool_error("none of its workers does; vLLM's and bulk workers never do")
+        if route not in POOLED_ROUTES and self.only_pools:
+            what = "this deployment has no decode workers: POST /v1/embeddings, /rerank or /score"
+            raise RequestError(RequestFailure(FailureReason.ONLY_POOLING, what))
         prepared = await self.preparers.prepare_body(PreparationJob(route, body, caller))
         assert isinstance(prepared, PreparedRequest)
         self._ignored_fields.count_fields(prepared.ask.ignored_fields)

@@ -111,6 +111,7 @@ class LiveHealthProbes:
             "suspects": len(relay.quarantine),
             "quarantined": relay.quarantine.num_quarantined,
             "local_prefill": relay.split
+            and not relay.pairs.only_pools
             and any(source is None for source, _ in self._backend.worker_pairs()),
             "channel_refused": dict(self._backend.hub.refused),
             "pools": {role: self._pool_status(role) for role in ("prefill", "decode")},

@@ -338,7 +338,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         block_tokens=_count_block_tokens(parts),
         traits=TRAITS if parts.roles is None else parts.roles.traits,
         # vLLM's workers do not pool for us.
-        pools=parts.roles is None and bool(getattr(parts.own_engine.runner, "can_pool", False)),
+        pools=parts.roles is None and bool(getattr(getattr(parts.engine, "runner", None), "can_pool", False)),
     )
 
 

@@ -256,6 +256,9 @@ def provoke_keyed(running: Running, http: httpx.Client, seen: Provoked, patch: p
     running.service.only_batches = True
     seen.add("only_batches", http.post("/v1/completions", json=ask()), "serves batches only")
     running.service.only_batches = False
+    running.service.only_pools = True
+    seen.add("only_pooling", http.post("/v1/completions", json=ask()), "no decode workers")
+    running.service.only_pools = False
     running.service.draining = True
     seen.add("server_shutting_down", http.post("/v1/completions", json=ask()))
 

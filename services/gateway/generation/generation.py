@@ -166,7 +166,8 @@ class Generation:
     def submit_sequences(self) -> None:
         """Hand all sequences to the backend."""
         log.info("generates %d sequences", len(self.streams), extra=about_request(self.ids))
-        self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
+        if self.resolved.pooled is None:
+            self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
         self.backend.submit_requests([(stream.make_request(), stream) for stream in self.streams])
 
     def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
@@ -270,6 +271,8 @@ class Generation:
             stream.mark_written(now_s)
             stream.record.ended_s = now_s
             stream.end_once(Ending.ANSWERED)
+        if self.resolved.pooled is not None:
+            return self.metrics.pooled.observe_request(self.streams[0].record)
         longest = max(stream.record.tokens for stream in self.streams)
         self.metrics.max_generation.labels(self.resolved.model).observe(longest)
 
@@ -315,7 +318,10 @@ class SequenceStream:
         self, generation: Generation, request: str, text: OutputText, sampling: SamplingParams
     ) -> None:
         self.request, self.answer, self.sampling = request, text, sampling
-        self.record = SequenceRecord(generation.resolved.model, len(text.prompt.tokens))
+        pooled = generation.resolved.pooled
+        self.record = SequenceRecord(
+            generation.resolved.model, len(text.prompt.tokens), pooled=pooled.route if pooled else ""
+        )
         self.timeline = SequenceTimeline()
         self._generation, self._metrics = generation, generation.metrics
         # Whether the backend has the sequence; and whether it arrived and its outcome is not known yet.
@@ -364,7 +370,8 @@ class SequenceStream:
         )
         request.entered_s[request.stage] = arrived_s
         generation.outcomes.add_arrival(self.record)
-        self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
+        if not self.record.pooled:
+            self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
         self._open = self._is_pending = True
         return request
 

@@ -77,6 +77,8 @@ class OutputText:
         self.stop_reason: str | int | None = None
         self.num_tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.sum_logprob = 0.0
+        # What was pooled of the prompt, as float32 numbers; empty for an answer with text.
+        self.pooled = b""
         self._ask = resolved
         self._detokenizer = tokenizer.new_detokenizer(resolved.skip_special)
         self._stops = StopStrings(resolved.stops, resolved.keep_stop)
@@ -106,7 +108,13 @@ class OutputText:
     def held_bytes(self) -> int:
         """Roughly the memory, in bytes, of everything that waits to be taken."""
         ids_bytes = self._token_ids.itemsize * len(self._token_ids)
-        return CHAR_BYTES * self._chars + self._scored.num_bytes + self._prompt_bytes + ids_bytes
+        return (
+            CHAR_BYTES * self._chars
+            + self._scored.num_bytes
+            + self._prompt_bytes
+            + ids_bytes
+            + len(self.pooled)
+        )
 
     @property
     def waiting_bytes(self) -> int:
@@ -174,6 +182,7 @@ class OutputText:
         # Only the first prefill counts, not one after a retry or migration.
         if not self.num_tokens:
             self.cached_tokens = output.cached_tokens
+        self.pooled = output.pooled or self.pooled
         if self._ask.prompt_logprobs is not None and output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs
         if not self._echoed:

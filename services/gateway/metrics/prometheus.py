@@ -47,6 +47,7 @@ from services.gateway.outcomes import (
     SequenceRecord,
     known_outcomes,
 )
+from services.gateway.pooling.pooled_metrics import PooledHistogram
 
 TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
 TRANSFER_PARTS = ("hidden", "exposed")
@@ -219,6 +220,7 @@ class GatewayMetrics(OutcomeSink):
         self.rejections = counter(
             "vllm:admission_rejections", "What failed with 429 or 503, by code", "reason"
         )
+        self.pooled = PooledHistogram(self.registry)
 
     def _define_stages(self) -> None:
         """How long the stages of a sequence take. The stages up to the first token add up to TTFT."""
@@ -361,7 +363,7 @@ class GatewayMetrics(OutcomeSink):
 
     def on_first_token(self, record: SequenceRecord) -> None:
         """`first_written_s` is known: observe TTFT, and the stages that add up to it."""
-        if record.ttft_s is None:
+        if record.ttft_s is None or record.pooled:
             return
         self.ttft.labels(record.model).observe(record.ttft_s)
         for stage, seconds in ttft_breakdown(record).items():

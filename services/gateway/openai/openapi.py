@@ -34,6 +34,14 @@ from services.gateway.openai.schemas.messages_objects import (
     Ping,
 )
 from services.gateway.openai.schemas.messages_request import CountTokensRequest, MessagesRequest
+from services.gateway.openai.schemas.pooling_schema import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -74,12 +82,18 @@ REQUEST_SCHEMAS = (
     TokenizeRequest,
     DetokenizeRequest,
     BatchRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
 )
 MESSAGE_EVENTS: tuple[type[Any], ...] = (
     MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, Ping
 )  # fmt: skip
 RESPONSE_EVENTS: tuple[type[Any], ...] = (ResponseEvent, ItemEvent, PartEvent, DeltaEvent, DoneEvent)
 RESPONSE_SCHEMAS: tuple[type[Any], ...] = (
+    EmbeddingList,
+    RerankList,
+    ScoreList,
     ChatCompletion,
     ChatChunk,
     Completion,
@@ -178,6 +192,13 @@ def openapi_document(version: str) -> dict[str, Any]:
             ),
             "/v1/messages/count_tokens": _post_operation(
                 "Count the tokens of messages", CountTokensRequest, CountedTokens, problem=MessageErrorReply
+            ),
+            "/v1/embeddings": _post_operation("Embed texts", EmbeddingRequest, EmbeddingList),
+            **dict.fromkeys(
+                ("/rerank", "/v1/rerank"), _post_operation("Rank documents", RerankRequest, RerankList)
+            ),
+            **dict.fromkeys(
+                ("/score", "/v1/score"), _post_operation("Score pairs of texts", ScoreRequest, ScoreList)
             ),
             "/tokenize": _post_operation("Text or messages to token ids", TokenizeRequest, Tokenized),
             "/detokenize": _post_operation("Token ids to text", DetokenizeRequest, Detokenized),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 MAX_SEQUENCES = 64
+# Most prompts that one request may have pooled: OpenAI's bound.
+MAX_INPUTS = 2048
 # Number of bodies of the largest size that fit into the memory for bodies.
 MAX_HELD_BODIES = 32
 # Most bytes of the bodies that have no prompt. That of a batch has 37,000 bytes of metadata at most; the replanner's
@@ -26,6 +28,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int = 32
     # Most sequences of a request: prompts times best_of.
     max_sequences: int = MAX_SEQUENCES
+    # Most prompts of a request that are pooled.
+    max_inputs: int = MAX_INPUTS
     max_stop_chars: int = 256
     max_schema_bytes: int = 64 << 10
     max_schema_depth: int = 32

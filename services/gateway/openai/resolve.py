@@ -19,6 +19,7 @@ from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import ServedClasses, names_class
 from router.routing.prefix_index import ChunkNames, name_chunks
 from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
+from services.gateway.openai.schemas.pooling_schema import PooledAnswer
 from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
 from services.gateway.openai.thoughts import resolve_thought_budget
@@ -108,6 +109,8 @@ class ResolvedRequest:
     own_stop_ids: tuple[int, ...] = ()
     # Fields of its body that were passed over, since nobody knows them.
     ignored_fields: tuple[str, ...] = ()
+    # What is made of its prompts if they are pooled.
+    pooled: PooledAnswer | None = None
 
     def with_chunk_names(self) -> ResolvedRequest:
         """The request with names for the chunks of its prompts. Takes some microseconds per chunk."""

@@ -15,6 +15,7 @@ from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.hashing import hash_fields
 from diptych.logs.request_ids import RequestIds
 from diptych.request import MIN_PRIORITY, Tenancy
+from services.gateway.openai.schemas.pooling_schema import PoolingFields
 from services.gateway.openai.schemas.request_schema import GenerationFields
 
 # This many hex digits suffice to tell a deployment's keys apart.
@@ -83,7 +84,7 @@ def parse_timings_header(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return given == [b"1"]
 
 
-def check_priority(fields: GenerationFields, caller: Caller) -> None:
+def check_priority(fields: GenerationFields | PoolingFields, caller: Caller) -> None:
     """Check that the caller may ask for this priority.
 
     Raises:
@@ -108,7 +109,7 @@ def tenants_of_keys(keys: Iterable[str]) -> frozenset[str]:
     return frozenset(tenant_of_key(key.encode()) for key in keys) or frozenset({""})
 
 
-def tenancy_of_body(fields: GenerationFields, tenant: str) -> Tenancy:
+def tenancy_of_body(fields: GenerationFields | PoolingFields, tenant: str) -> Tenancy:
     """The origin of a request of `tenant` ("" if no key is required).
 
     Its scope is shared by all who send the same `cache_salt`. Without a salt the scope is the tenant's own.

@@ -15,6 +15,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.shown_text import quote_text
 from diptych.request import Grammar
+from engine.model.pooling import ModelPooler
 from services.gateway.openai.parse_body import json_depth, missing_parameter_error
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.sampling_defaults import SamplingDefaults
@@ -48,6 +49,8 @@ class RequestRules:
     markup: ModelMarkup | None = None
     # Whether fields that are not known are passed over instead of refused.
     ignore_unknown: bool = False
+    # How prompts are pooled, or why they are not.
+    pooler: ModelPooler = ModelPooler()
 
 
 def unsupported_error(field: str, problem: str = "is not supported") -> RequestError:
@@ -120,33 +123,36 @@ def check_completion_fields(request: CompletionRequest, num_prompts: int, rules:
 
 
 def split_prompts(
-    prompt: str | list[Any] | None, rules: RequestRules, is_cut: bool = False
+    prompt: str | list[Any] | None,
+    rules: RequestRules,
+    is_cut: bool = False,
+    field: str = "prompt",
+    most: int | None = None,
 ) -> list[str | list[int]]:
     """The prompts of a body, each as a text or a list of token ids. OpenAI's API allows four forms.
 
-    If a prompt `is_cut` later, it may be longer than the context.
+    If a prompt `is_cut` later, it may be longer than the context. They are in `field`, at most `most`; None: as many as
+    a completion may have.
 
     Raises:
         RequestError: forms are mixed, there are too many prompts, or a token id is not in the vocabulary.
     """
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
-    kinds = {type(item) for item in prompt}
+    kinds, most = {type(item) for item in prompt}, most or rules.limits.max_prompts
     if len(kinds) != 1:
-        raise invalid_value_error("prompt", "must be all text, all token ids or all lists of token ids")
+        raise invalid_value_error(field, "must be all text, all token ids or all lists of token ids")
     split: list[str | list[int]] = [prompt] if kinds == {int} else prompt
-    if len(split) > rules.limits.max_prompts:
-        raise invalid_value_error(
-            "prompt", f"holds {len(split)} prompts; at most {rules.limits.max_prompts} are served at once"
-        )
+    if len(split) > most:
+        raise invalid_value_error(field, f"holds {len(split)} prompts; at most {most} are served at once")
     for item in split:
         if isinstance(item, list):
             if not item:
-                raise invalid_value_error("prompt", "holds an empty list of token ids")
+                raise invalid_value_error(field, "holds an empty list of token ids")
             # Checked first, before each of the tokens is looked at.
             if len(item) > rules.context_tokens and not is_cut:
-                raise context_length_error(f"has {len(item)} prompt tokens", rules.context_tokens, "prompt")
-            check_token_ids(item, "prompt", rules)
+                raise context_length_error(f"has {len(item)} prompt tokens", rules.context_tokens, field)
+            check_token_ids(item, field, rules)
     return split
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
-from diptych.request import Request, SamplingParams, Tenancy
+from diptych.request import Pooling, Request, SamplingParams, Tenancy
 from router.effects import TelemetryEffect
 from router.routing.fleet import WorkerState
 from router.routing.kv_classes import can_exchange_kv, classes_of
@@ -96,6 +96,7 @@ class _CanarySink:
     """Receives one canary; `outcome` is None if it succeeded, else the problem."""
 
     outcome: asyncio.Future[str | None]
+    wanted: int = CANARY_TOKENS
     tokens: list[int] = field(default_factory=list)
 
     def deliver_output(self, output: Output, now_s: float) -> None:
@@ -108,8 +109,8 @@ class _CanarySink:
         """Canaries have no answer that names the class."""
 
     def finish_sequence(self, reason: str, now_s: float) -> None:
-        whole = len(self.tokens) == CANARY_TOKENS
-        self._set_outcome(None if whole else f"gave {len(self.tokens)} tokens of {CANARY_TOKENS}")
+        whole = len(self.tokens) == self.wanted
+        self._set_outcome(None if whole else f"gave {len(self.tokens)} tokens of {self.wanted}")
 
     def fail_sequence(self, failure: RequestFailure) -> None:
         self._set_outcome(failure.message)
@@ -279,7 +280,8 @@ class CanaryProber:
 
     def _local_prefill_reasons(self, pairs: list[WorkerPair]) -> list[NotReadyReason]:
         """A reason if decode workers have to prefill, because no prefill worker can."""
-        local = self.backend.relay.split and any(source is None for source, _ in pairs)
+        relay = self.backend.relay
+        local = relay.split and not relay.pairs.only_pools and any(source is None for source, _ in pairs)
         text = "decode workers prefill the prompts: no prefill worker can"
         return [NotReadyReason(text, text)] if local else []
 
@@ -351,10 +353,15 @@ class CanaryProber:
     async def _try_route(self, route: CanaryRoute) -> str | None:
         """Send one canary. Returns None if it succeeded or proves nothing, else the problem."""
         pair = route.pair
-        canary = _CanarySink(asyncio.get_running_loop().create_future())
+        wanted = 0 if self.backend.relay.pairs.only_pools else CANARY_TOKENS
+        canary = _CanarySink(asyncio.get_running_loop().create_future(), wanted)
         name = f"canary-{self._name}-{next(self._numbers)}"
         now_s = self.backend.clock()
-        sampling = SamplingParams(max_tokens=CANARY_TOKENS, seed=0, temperature=0.0)
+        sampling = (
+            SamplingParams(0, 0, temperature=0.0, pooling=Pooling("last"))
+            if self.backend.relay.pairs.only_pools
+            else SamplingParams(max_tokens=CANARY_TOKENS, seed=0, temperature=0.0)
+        )
         deadline_s = now_s + 2 * CANARY_TIMEOUT_S
         request = Request(
             name,

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class PreparationJob(msgspec.Struct, frozen=True, eq=False, tag=True):
-    """A body with its caller. `route` is chat, completion, tokenize, detokenize or batch."""
+    """A body with its caller. `route` is batch, or a key of `resolve_body.ROUTES`."""
 
     route: str
     body: bytes

@@ -31,6 +31,12 @@ from services.gateway.openai.resolve import (
 )
 from services.gateway.openai.schemas.messages_objects import CountedTokens
 from services.gateway.openai.schemas.messages_request import CountTokensRequest, MessagesRequest
+from services.gateway.openai.schemas.pooling_schema import (
+    EmbeddingRequest,
+    PoolingFields,
+    RerankRequest,
+    ScoreRequest,
+)
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -63,6 +69,13 @@ from services.gateway.openai.validate import (
 )
 from services.gateway.openai.vllm_fields import STRUCTURED, build_output_grammar, check_vllm_fields
 from services.gateway.parsing.answer_parts import AnswerContext
+from services.gateway.pooling.pooled_inputs import (
+    PooledInputs,
+    read_embedding,
+    read_rerank,
+    read_score,
+    resolve_pooled,
+)
 from services.gateway.responses.translate import translate_responses
 
 GRAMMAR_FIELD = "response_format"
@@ -98,6 +111,16 @@ class ValidBody:
     plan: ToolPlan | None = None
     # The field that asks for the grammar.
     grammar_field: str = GRAMMAR_FIELD
+    # Of a body whose prompts are pooled.
+    pooled: PooledInputs | None = None
+
+    @property
+    def field(self) -> str:
+        """The field with the texts of its prompts."""
+        return "prompt" if self.pooled is None else self.pooled.field
+
+
+ValidateBody = Callable[[Any, Caller, RequestRules], ValidBody]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +128,7 @@ class BodyRoute:
     """What differs between routes: the schema of a body, and a function for the second and the last step."""
 
     schema: type[Any]
-    validate: Callable[[Any, Caller, RequestRules], ValidBody]
+    validate: ValidateBody
     resolve: Callable[[Any, ValidBody, list[Prompt], Caller, RequestRules], ResolvedRequest | bytes]
     # Of a route that is a chat in another shape: makes the chat, which the two other functions take then.
     translate: Callable[[Any, RequestRules], TranslatedRequest] | None = None
@@ -149,7 +172,9 @@ def _resolve_fields(
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
         raise grammar_error(why, valid.grammar_field)
     is_cut = isinstance(fields, GenerationFields) and fields.truncate_prompt_tokens is not None
-    prompts = [_tokenize_source(source, valid.special, rules, is_cut) for source in valid.sources]
+    prompts = [
+        _tokenize_source(source, valid.special, rules, valid.field, is_cut) for source in valid.sources
+    ]
     if isinstance(fields, ChatRequest | CompletionRequest):
         prompts = truncate_prompts(fields, prompts, rules)
     resolved = steps.resolve(fields, valid, prompts, caller, rules)
@@ -165,14 +190,14 @@ def grammar_error(why: str, field: str = GRAMMAR_FIELD) -> RequestError:
 
 
 def _tokenize_source(
-    source: str | list[int] | Conversation, special: bool, rules: RequestRules, is_cut: bool
+    source: str | list[int] | Conversation, special: bool, rules: RequestRules, field: str, is_cut: bool
 ) -> Prompt:
     if isinstance(source, list):
         return make_prompt(source)
     if isinstance(source, Conversation):
         text, param = _render_conversation(source, rules), "messages"
     else:
-        text, param = source, "prompt"
+        text, param = source, field
     if not is_cut:
         check_text_length(text, rules, param)
     return make_prompt(rules.tokenizer.encode(text, special), text)
@@ -367,6 +392,23 @@ def _resolve_detokenize(
     return msgspec.json.encode(Detokenized(text))
 
 
+def _pool_by(read: Callable[[Any, Caller, RequestRules], PooledInputs]) -> ValidateBody:
+    """The step that checks a body whose prompts are pooled; `read` finds them."""
+
+    def validate(request: Any, caller: Caller, rules: RequestRules) -> ValidBody:
+        inputs = read(request, caller, rules)
+        return ValidBody([*inputs.sources], inputs.special, pooled=inputs)
+
+    return validate
+
+
+def _resolve_pooled(
+    fields: PoolingFields, valid: ValidBody, prompts: list[Prompt], caller: Caller, rules: RequestRules
+) -> ResolvedRequest:
+    assert valid.pooled is not None
+    return resolve_pooled(fields, valid.pooled, prompts, caller.tenant, rules)
+
+
 ROUTES = {
     "chat": BodyRoute(ChatRequest, _validate_chat, _resolve_chat),
     "completion": BodyRoute(CompletionRequest, _validate_completion, _resolve_completion),
@@ -375,4 +417,7 @@ ROUTES = {
     "count_tokens": BodyRoute(CountTokensRequest, _validate_translated, _count_prompt, translate_count),
     "tokenize": BodyRoute(TokenizeRequest, _validate_tokenize, _resolve_tokenize),
     "detokenize": BodyRoute(DetokenizeRequest, _validate_detokenize, _resolve_detokenize),
+    "embedding": BodyRoute(EmbeddingRequest, _pool_by(read_embedding), _resolve_pooled),
+    "rerank": BodyRoute(RerankRequest, _pool_by(read_rerank), _resolve_pooled),
+    "score": BodyRoute(ScoreRequest, _pool_by(read_score), _resolve_pooled),
 }

@@ -118,17 +118,21 @@ def _sequence_spans(traced: TracedSequence, root_span: TraceSpan) -> Iterator[Tr
         if stage not in (*ATTEMPT_STAGES, *HANDOFF_STAGES) and (stage != "retry" or end_s > start_s):
             yield TraceSpan(stage, start_s, end_s, root_span.span_id, dict(named))
     for attempt in traced.timeline.attempts:
-        span = _attempt_span(attempt, root_span, named)
+        span = _attempt_span(attempt, root_span, named, record)
         if record.kv.kept is not None and attempt is traced.timeline.attempts[-1]:
             span.attributes["diptych.kept_rows"] = record.kv.kept.kept_rows
             span.attributes["diptych.all_rows"] = record.kv.kept.all_rows
         yield span
         for child in _attempt_stages(attempt, placed, span.end_s):
+            if record.pooled and child.name == "decode":
+                continue
             child.parent_id, child.attributes = span.span_id, {**named, **child.attributes}
             yield child
 
 
-def _attempt_span(attempt: AttemptTimes, root_span: TraceSpan, named: dict[str, str]) -> TraceSpan:
+def _attempt_span(
+    attempt: AttemptTimes, root_span: TraceSpan, named: dict[str, str], record: SequenceRecord
+) -> TraceSpan:
     began, moved = attempt.began, attempt.moved
     attributes: dict[str, Attribute] = {
         **named,
@@ -137,6 +141,9 @@ def _attempt_span(attempt: AttemptTimes, root_span: TraceSpan, named: dict[str, 
         "diptych.kv_class": began.kv_class,
         "diptych.pipelined": began.staged,
     }
+    if record.pooled:
+        # What is pooled ends where it is prefilled.
+        attributes["diptych.prefill_worker"] = attributes.pop("diptych.decode_worker")
     if began.keep < 1:
         attributes["diptych.keep"] = began.keep
     if began.pair.prefill is not None:

@@ -60,6 +60,7 @@ def exported() -> dict[str, Entry]:
         for own in (
             *vars(metrics).values(),
             *vars(metrics.kv).values(),
+            *vars(metrics.pooled).values(),
             *vars(metrics.replan).values(),
             *vars(metrics.slos).values(),
             *vars(ignored_fields).values(),

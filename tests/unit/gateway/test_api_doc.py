@@ -16,6 +16,7 @@ from services.gateway.openai.schemas.messages_request import (
     ThinkingOptions,
     ToolPick,
 )
+from services.gateway.openai.schemas.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -74,3 +75,9 @@ def test_every_field_of_another_route_has_its_place(route: str, kind: type[Any])
     page = (DOCS / "api_routes.md").read_text(encoding="utf-8")
     section = page.partition(f"## Fields of {route}\n")[2].partition("\n## ")[0]
     assert {field.encode_name for field in msgspec.structs.fields(kind)} - names_in(section) == set()
+
+
+@pytest.mark.parametrize("kind", [EmbeddingRequest, RerankRequest, ScoreRequest])
+def test_every_field_of_what_is_pooled_has_its_place(kind: type[Any]) -> None:
+    page = (DOCS / "api_pooling.md").read_text(encoding="utf-8")
+    assert {field.encode_name for field in msgspec.structs.fields(kind)} - names_in(page) == set()

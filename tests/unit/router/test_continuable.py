@@ -71,5 +71,5 @@ def test_noise_that_no_client_asked_for_may_be_any() -> None:
 def test_every_field_was_considered() -> None:
     """A new field of sampling has to be among the needs or among what is harmless."""
     considered = {name for changes in NEEDS.values() for name in changes} | set(HARMLESS)
-    considered |= {"frequency_penalty", "thought", "seeded", "seed", "max_tokens"}
+    considered |= {"frequency_penalty", "thought", "seeded", "seed", "max_tokens", "pooling"}
     assert considered == set(SamplingParams.__struct_fields__)

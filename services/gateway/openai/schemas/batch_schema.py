@@ -22,7 +22,17 @@ MAX_WINDOW_S = 7 * 86400
 WINDOW_PATTERN = r"^[1-9][0-9]{0,5}[smhd]$"
 SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+BatchEndpoint = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/rerank",
+    "/v1/rerank",
+    "/score",
+    "/v1/score",
+]
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]

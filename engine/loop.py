@@ -26,9 +26,9 @@ from engine.outputs import (
     append_token,
     build_failure,
     build_output,
+    forget_prompt_rows,
     open_live,
-    pool_step,
-    score_prompt,
+    take_prompt_rows,
 )
 from engine.parking import park_sequence, restore_sequence
 from engine.protocols import (
@@ -43,7 +43,7 @@ from engine.protocols import (
 from engine.sampling.mask_budget import MaskBudget
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.scheduling.scheduler import Scheduler, StepPlan
-from engine.sequence import Sequence, SequenceRefused
+from engine.sequence import Sequence
 from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, StepWorkload
 from engine.step_work import StepWork, choose_logits, kept_work
 from kvcache.allocator import KvAllocator
@@ -121,8 +121,6 @@ class Engine:
         Raises SequenceRefused if it cannot be taken (`code` says why), and ValueError if it is already here.
         """
         self.decisions.check_runner(seq)
-        if seq.sampling.pooling is not None and not getattr(self.runner, "can_pool", False):
-            raise SequenceRefused("internal_error", "the runner of this worker cannot pool")
         self.expect(seq)
         self.scheduler.add(seq, now_s)
         if self._observer is not None:
@@ -252,11 +250,8 @@ class Engine:
         rates, arena = (self.prefill_rate, self.copy_rate), self.table.arena_of(seq)
         host = None if self.host is None else self.host.arena_of(seq.kv_class)
         parked = host is not None and park_sequence(seq, host, arena, *rates, clock)
-        if not parked and live is not None and live.logprobs is not None:
-            # The tokens are computed again, and their log-probabilities with them.
-            live.logprobs = [None]
         if not parked and live is not None:
-            live.pooled_row = None
+            forget_prompt_rows(live)
         if self.kv_observer is not None:
             self.kv_observer.on_sequence_dropped(key)
         self.table.preempt(key, parked)
@@ -307,10 +302,7 @@ class Engine:
             try:
                 if isinstance(result, Exception):
                     raise result
-                if job.work.logits == "all":
-                    score_prompt(live, job.work.start, count, result, self.sampler)
-                elif seq.sampling.pooling is not None:
-                    pool_step(live, job.work, result, self.sampler)
+                take_prompt_rows(live, job.work, result, self.sampler)
             except Exception as error:
                 self.table.charge(seq, count)
                 outputs[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))

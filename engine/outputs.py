@@ -65,6 +65,25 @@ def pool_step(live: LiveSequence, work: StepWork, rows: Logits, sampler: StepSam
         live.pooled = sampler.pool(live.pooled_row, pooling, len(seq.prompt))
 
 
+def take_prompt_rows(live: LiveSequence, work: StepWork, rows: Logits, sampler: StepSampler) -> None:
+    """Score or pool with what a step returned of a prompt, as far as the sequence asks for that.
+
+    Raises:
+        ValueError: the numbers are not finite.
+    """
+    if work.logits == "all":
+        score_prompt(live, work.start, len(work.tokens), rows, sampler)
+    elif live.seq.sampling.pooling is not None:
+        pool_step(live, work, rows, sampler)
+
+
+def forget_prompt_rows(live: LiveSequence) -> None:
+    """Its prompt is computed again, with its log-probabilities and what is pooled of it."""
+    live.pooled_row = None
+    if live.logprobs is not None:
+        live.logprobs = [None]
+
+
 def append_token(live: LiveSequence, token: SampledToken) -> bool:
     """Append a sampled token to a sequence's output. Returns whether it ends the output: a stop token, or the grammar.
 

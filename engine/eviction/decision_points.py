@@ -37,9 +37,11 @@ class DecisionPoints:
         self._unsent: set[str] = set()
 
     def check_runner(self, seq: Sequence) -> None:
-        """Check that the runner can run `seq`. Raises SequenceRefused if it evicts and the runner does not."""
+        """Raises SequenceRefused if `seq` evicts or pools, and the runner does not."""
         if seq.keep.evicts and not getattr(self._runner, "can_evict", False):
             raise SequenceRefused("internal_error", "the runner of this worker cannot evict KV")
+        if seq.sampling.pooling is not None and not getattr(self._runner, "can_pool", False):
+            raise SequenceRefused("internal_error", "the runner of this worker cannot pool")
 
     def expect(self, seq: Sequence) -> None:
         """`seq` will come soon. If it evicts, it is not ready before the kernels are. Idempotent."""

@@ -166,8 +166,7 @@ class Generation:
     def submit_sequences(self) -> None:
         """Hand all sequences to the backend."""
         log.info("generates %d sequences", len(self.streams), extra=about_request(self.ids))
-        if self.resolved.pooled is None:
-            self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
+        self.metrics.params_n.labels(self.resolved.model).observe(self.resolved.n)
         self.backend.submit_requests([(stream.make_request(), stream) for stream in self.streams])
 
     def cancel_sequences(self, ending: Ending = Ending.LEFT) -> None:
@@ -370,8 +369,7 @@ class SequenceStream:
         )
         request.entered_s[request.stage] = arrived_s
         generation.outcomes.add_arrival(self.record)
-        if not self.record.pooled:
-            self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
+        self._metrics.params_max.labels(self.record.model).observe(self.sampling.max_tokens)
         self._open = self._is_pending = True
         return request
 

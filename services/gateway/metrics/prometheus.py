@@ -31,7 +31,7 @@ from services.gateway.metrics.buckets import (
     bucket_bounds_s,
 )
 from services.gateway.metrics.bulk import BulkCounters
-from services.gateway.metrics.deployment import ReplanCounters
+from services.gateway.metrics.deployment import PooledHistogram, ReplanCounters
 from services.gateway.metrics.kv_counters import KvCounters
 from services.gateway.metrics.metric_registry import MetricRegistry
 from services.gateway.metrics.recent_history import RecentHistory
@@ -47,7 +47,6 @@ from services.gateway.outcomes import (
     SequenceRecord,
     known_outcomes,
 )
-from services.gateway.pooling.pooled_metrics import PooledHistogram
 
 TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
 TRANSFER_PARTS = ("hidden", "exposed")

@@ -335,7 +335,8 @@ def test_what_asks_for_nothing_is_accepted(http: httpx.Client) -> None:
     fields: dict[str, Any] = {
         "metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "container": None,
         "inference_geo": "eu", "speed": "standard", "diagnostics": {}, "user_profile_id": "u", "workspace_id": "w",
-        "mcp_servers": [], "output_config": {}, "stop_sequences": [],
+        "mcp_servers": [], "output_config": {"effort": "high"}, "stop_sequences": [],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }  # fmt: skip
     answer = http.post("/v1/messages", json={"model": "toy", "max_tokens": 3, "messages": HI, **fields})
     assert answer.status_code == 200, answer.text

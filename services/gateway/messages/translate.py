@@ -25,7 +25,7 @@ from services.gateway.openai.schemas.request_schema import (
     Tool,
 )
 from services.gateway.openai.schemas.server_fields import server_options
-from services.gateway.openai.thoughts import SWITCHES
+from services.gateway.openai.thoughts import EFFORT, SWITCHES
 from services.gateway.openai.translated import FieldNames, TranslatedRequest
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 
@@ -52,6 +52,10 @@ class RouteFields(msgspec.Struct, frozen=True):
 
     max_tokens: int = 0
     hides_thoughts: bool = False
+
+
+# What Claude Code sends: no thought shall be taken out of the conversation. Here none ever is.
+KEEP_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
 def translate_messages(request: MessagesRequest, rules: RequestRules) -> TranslatedRequest:
@@ -89,9 +93,10 @@ def translate_count(request: CountTokensRequest, rules: RequestRules) -> Transla
 def _translate(
     request: ConversationFields, rules: RequestRules, route_fields: bytes, **fields: Any
 ) -> TranslatedRequest:
-    for name in ("context_management", "mcp_servers"):
-        if getattr(request, name):
-            raise unsupported_error(name)
+    if request.mcp_servers:
+        raise unsupported_error("mcp_servers")
+    if request.context_management and request.context_management != KEEP_THOUGHTS:
+        raise unsupported_error("context_management")
     found = list_messages(request)
     offered = [(i, tool) for i, tool in enumerate(request.tools or []) if tool.type in (None, "custom")]
     tools = [_make_tool(tool, f"tools[{i}]") for i, tool in offered]
@@ -127,10 +132,13 @@ def _translate(
 def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     """The fields of a chat that say whether and how much the model thinks, and those of this server.
 
-    A model without thoughts has none, whatever may be spent on them.
+    A model without thoughts has none, whatever may be spent on them; one without efforts makes none.
     """
     options, thinking, config = server_options(request), request.thinking, request.output_config
-    effort = None if config is None else config.effort
+    template, given = rules.tokenizer.template, request.chat_template_kwargs or {}
+    switches = [name for name in SWITCHES if template is not None and name in template.options]
+    has_effort = bool(switches) or (template is not None and EFFORT in template.options)
+    effort = config.effort if config is not None and has_effort else None
     if thinking is None:
         return options | {"reasoning_effort": effort}
     if thinking.type == "enabled" and thinking.budget_tokens is None:
@@ -139,8 +147,6 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
         raise invalid_value_error("thinking.budget_tokens", "needs 'thinking.type' to be 'enabled'")
     if thinking.type == "disabled":
         return options | {"reasoning_effort": "none"}
-    template, given = rules.tokenizer.template, request.chat_template_kwargs or {}
-    switches = [name for name in SWITCHES if template is not None and name in template.options]
     thinks = rules.markup is not None and rules.markup.thinks
     return options | {
         "reasoning_effort": effort,

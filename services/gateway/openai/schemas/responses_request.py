@@ -123,6 +123,9 @@ class ResponsesRequest(ServerFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
+    # What Codex tells about itself; it has no effect here.
+    client_metadata: dict[str, Any] | None = None
+
     # Fields that are known and are refused by name, unless they ask for nothing.
     store: bool | None = None
     background: bool | None = None

@@ -86,8 +86,9 @@ class OutputFormat(Protocol):
     """The response bodies of one route.
 
     A stream consists, per choice, of `begin_events`, any number of `delta_events`, and `end_events`; then come the
-    `closing_events`, or after a failure the `failure_events`. All of them are bytes of server-sent events. `choice` is
-    the index of a choice, and `used` is the `usage` field of its chunk.
+    `closing_events`, or after a failure the `failure_events`. All of them are bytes of server-sent events, large ones
+    in several parts; iterators are read once, in this order. `choice` is the index of a choice, and `used` is the
+    `usage` field of its chunk.
     """
 
     @property
@@ -105,16 +106,16 @@ class OutputFormat(Protocol):
     def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
         """The events that precede the text of a choice; may be none."""
 
-    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> list[bytes]:
+    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> Iterable[bytes]:
         """The events with new text and log-probabilities of a choice. The piece has at most one part."""
 
-    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
+    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> Iterable[bytes]:
         """The events that end a choice with the finish reason of `text`."""
 
-    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
+    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> Iterable[bytes]:
         """The last events, with the usage and the timings of the whole request, as far as they were asked for."""
 
-    def failure_events(self, failure: RequestFailure) -> list[bytes]:
+    def failure_events(self, failure: RequestFailure) -> Iterable[bytes]:
         """The last events of a stream that has failed."""
 
     def full_body_parts(

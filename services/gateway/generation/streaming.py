@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 
 from msgspec import UNSET
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from diptych.logs.log_format import about_request
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat
 from services.gateway.generation.generation import Generation, SequenceStream
 from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
-from services.gateway.generation.whole_answer import complete_answer, write_parts
+from services.gateway.generation.whole_answer import MAX_PART_BYTES, complete_answer, write_parts
 from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import JSON_TYPE, error_response, record_failure
 from services.gateway.http.request_scope import trace_of
@@ -67,6 +68,9 @@ class GenerationResponse(Response):
         # The time at which this task last let other tasks run.
         self._paused_s = 0.0
         self._kept_bytes = 0
+        # Frames of a stream that are to be written next, and their bytes.
+        self._frames: list[bytes] = []
+        self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = ResponseWriter(scope, send, self._stall_s)
@@ -150,56 +154,82 @@ class GenerationResponse(Response):
         head.name_kv_class(generation.kv)
         head.cached_tokens = generation.cached_tokens
         await writer.start_response(200, [*SSE_HEADERS, *head.headers])
-        frames = [
-            frame
-            for choice in range(len(streams))
-            for frame in self.output_format.begin_events(choice, generation.usage_so_far(choice))
-        ]
+        for choice in range(len(streams)):
+            await self._add_frames(
+                writer, self.output_format.begin_events(choice, generation.usage_so_far(choice))
+            )
         open_streams = dict(enumerate(streams))
         while True:
-            news = {choice: await self._new_frames(choice, stream) for choice, stream in open_streams.items()}
-            new_frames = {choice: choice_frames for choice, (choice_frames, _) in news.items()}
-            frames += [frame for choice_frames in new_frames.values() for frame in choice_frames]
+            news = {
+                choice: await self._add_news(writer, choice, stream)
+                for choice, stream in open_streams.items()
+            }
             # An answer may end while this task sleeps. Its stream is complete only when its end is among the frames.
             open_streams = {i: stream for i, stream in open_streams.items() if not news[i][1]}
             over = generation.failure is not None or not open_streams
-            frames += self._closing_frames() if over and not self._timings else []
-            with generation.wait_for_reader():
-                await writer.write_body(b"".join(frames) or self.output_format.ping)
-            for choice, choice_frames in new_frames.items():
-                if choice_frames:
+            if over and not self._timings:
+                await self._add_frames(writer, self._closing_frames())
+            await self._write_frames(writer, self.output_format.ping)
+            for choice, (is_new, _) in news.items():
+                if is_new:
                     streams[choice].mark_written(time.monotonic())
             if over:
                 break
-            frames = []
             await generation.wait_for_news(self._ping_s)
             if generation.flooded:
                 raise ClientStalled
         if self._timings:
             # They say when the frames before them were written.
-            await writer.write_body(b"".join(self._closing_frames()))
+            await self._add_frames(writer, self._closing_frames())
+            await self._write_frames(writer)
         if generation.failure is None:
             generation.mark_completed()
         await writer.end_response()
 
-    async def _new_frames(self, choice: int, stream: SequenceStream) -> tuple[list[bytes], bool]:
-        """The new events of one choice, and whether its end is among them.
+    async def _add_news(
+        self, writer: ResponseWriter, choice: int, stream: SequenceStream
+    ) -> tuple[bool, bool]:
+        """Add the new events of one choice. Returns whether there were some, and whether its end is among them.
 
         The end is an event of its own. Much text becomes several events, with pauses in which other tasks run.
         """
         await stream.pack_logprobs()
         piece, ended = stream.take_piece(), stream.answer.finish
-        usage = self.generation.usage_so_far(choice)
-        frames: list[bytes] = []
+        usage, is_new = self.generation.usage_so_far(choice), False
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS) if piece else ():
-            frames += self.output_format.delta_events(choice, part, usage)
-            if part.start or self._paused_s + PAUSE_S < time.monotonic():
-                await asyncio.sleep(0)
-                self._paused_s = time.monotonic()
+            events = self.output_format.delta_events(choice, part, usage)
+            is_new |= await self._add_frames(writer, events, must_pause=bool(part.start))
         if ended is not None:
-            frames += self.output_format.end_events(choice, stream.answer, usage)
+            is_new |= await self._add_frames(
+                writer, self.output_format.end_events(choice, stream.answer, usage)
+            )
         self._hold_kept()
-        return frames, ended is not None
+        return is_new, ended is not None
+
+    async def _add_frames(
+        self, writer: ResponseWriter, frames: Iterable[bytes], must_pause: bool = False
+    ) -> bool:
+        """Add frames, with pauses in which other tasks run. Returns whether there were any.
+
+        When there are many, they are written.
+        """
+        is_any = False
+        for frame in frames:
+            is_any = True
+            self._frames.append(frame)
+            self._num_bytes += len(frame)
+            if must_pause or self._paused_s + PAUSE_S < time.monotonic():
+                await asyncio.sleep(0)
+                self._paused_s, must_pause = time.monotonic(), False
+            if self._num_bytes >= MAX_PART_BYTES:
+                await self._write_frames(writer)
+        return is_any
+
+    async def _write_frames(self, writer: ResponseWriter, otherwise: bytes = b"") -> None:
+        """Write the frames that were added; if there are none, `otherwise`."""
+        frames, self._frames, self._num_bytes = self._frames, [], 0
+        with self.generation.wait_for_reader():
+            await writer.write_body(b"".join(frames) or otherwise)
 
     def _hold_kept(self) -> None:
         """Count the memory of what the format keeps of the answer."""
@@ -208,7 +238,7 @@ class GenerationResponse(Response):
             self.generation.hold_bytes(kept_bytes - self._kept_bytes)
             self._kept_bytes = kept_bytes
 
-    def _closing_frames(self) -> list[bytes]:
+    def _closing_frames(self) -> Iterable[bytes]:
         """The last events of a stream: an error, or usage and timings if asked for."""
         generation = self.generation
         if generation.failure is not None:

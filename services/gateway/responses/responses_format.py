@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,6 +20,7 @@ from services.gateway.generation.formats import (
     named_event,
     obfuscation_padding,
     split_at_field,
+    split_json,
 )
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import OutputPiece, OutputText
@@ -31,11 +32,11 @@ from services.gateway.openai.schemas.responses_objects import (
     InputDetails,
     MessageItem,
     OutputDetails,
-    OutputItem,
     ResponseEvent,
     ResponseProblem,
     ResponseUsage,
 )
+from services.gateway.parsing.answer_parts import AnswerPart
 from services.gateway.responses.output_items import OutputItems
 from services.gateway.responses.translate import RouteFields
 
@@ -70,32 +71,34 @@ class ResponsesFormat:
 
     def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
         """The response, twice: it exists, and it is in progress."""
-        body = Raw(self._response_json([]))
+        body = self._response_json()
         return [self._response_event(f"response.{name}", body) for name in ("created", "in_progress")]
 
-    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> list[bytes]:
+    def delta_events(self, choice: int, piece: OutputPiece, used: UsageField = UNSET) -> Iterator[bytes]:
         """What is new of the items."""
         most, logprobs = self.resolved.logprobs, b""
         if most is not None:
             logprobs = self.logprob_json.chat_entries(piece.iter_rows(), most).encode()
         return self._items.add_piece(piece, logprobs)
 
-    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
+    def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> Iterator[bytes]:
         """The end of the last item."""
         self._status = _status_of(text)
         return self._items.end_answer(self._status == "incomplete")
 
-    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
+    def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> Iterator[bytes]:
         """The whole response, and [DONE]."""
-        body = Raw(self._response_json(self._items.items, usage, details))
-        return [self._response_event(f"response.{self._status}", body), SSE_DONE]
+        body = self._response_json(usage, details)
+        yield from self._fill_output(self._response_event(f"response.{self._status}", body))
+        yield SSE_DONE
 
-    def failure_events(self, failure: RequestFailure) -> list[bytes]:
+    def failure_events(self, failure: RequestFailure) -> Iterator[bytes]:
         """The response so far, with its failure, and [DONE]."""
         self._items.abandon_item()
         self._status = "failed"
-        body = Raw(self._response_json(self._items.items, failure=failure))
-        return [self._response_event("response.failed", body), SSE_DONE]
+        body = self._response_json(failure=failure)
+        yield from self._fill_output(self._response_event("response.failed", body))
+        yield SSE_DONE
 
     def full_body_parts(
         self, texts: Sequence[OutputText], usage: Usage, details: DetailsField = UNSET
@@ -106,24 +109,27 @@ class ResponsesFormat:
         """
         [text] = texts
         piece = text.take_piece()
-        for part in piece.parts:
-            self._items.add_piece(OutputPiece(part.text, piece.scored, 0, 0, (part,)))
-        if not piece.parts and piece.text:
-            self._items.add_piece(OutputPiece(piece.text, piece.scored, 0, 0))
+        plain = (AnswerPart("content", piece.text),) if piece.text else ()
+        for part in piece.parts or plain:
+            _pass_over(self._items.add_piece(OutputPiece(part.text, piece.scored, 0, 0, (part,))))
         self._status = _status_of(text)
-        self._items.end_answer(self._status == "incomplete")
-        before, after = self._split_response(usage, details)
+        _pass_over(self._items.end_answer(self._status == "incomplete"))
+        return self._fill_output(self._response_json(usage, details), piece)
+
+    def _fill_output(self, text: bytes, piece: OutputPiece | None = None) -> Iterator[bytes]:
+        """JSON with the items in its empty `output`, in parts. The first message has the tokens of a piece."""
+        # What clients have written is behind it.
+        before, after = split_json(text, b"output", b"[]")
         yield before + b"["
-        is_scored = False
         for i, item in enumerate(self._items.items):
             yield b"," * (i > 0)
-            if is_scored or self.resolved.logprobs is None or not isinstance(item, MessageItem):
-                yield msgspec.json.encode(item)
-                continue
-            is_scored = True
-            # From here on only its tokens count.
-            piece.parts = ()
-            yield from self._scored_item(item, piece)
+            if piece is None or self.resolved.logprobs is None or not isinstance(item, MessageItem):
+                yield from self._items.item_parts(i)
+            else:
+                # From here on only its tokens count.
+                piece.parts = ()
+                yield from self._scored_item(item, piece)
+                piece = None
         yield b"]" + after
 
     def _scored_item(self, item: MessageItem, piece: OutputPiece) -> Iterator[bytes]:
@@ -136,25 +142,17 @@ class ResponsesFormat:
             yield b"," * (part.start > 0) + entries
         yield b"]" + after
 
-    def _response_event(self, name: str, body: Raw) -> bytes:
-        event = ResponseEvent(type=name, sequence_number=self._items.next_number(), response=body)
+    def _response_event(self, name: str, body: bytes) -> bytes:
+        event = ResponseEvent(type=name, sequence_number=self._items.next_number(), response=Raw(body))
         return named_event(name, event)
-
-    def _split_response(self, usage: UsageField, details: DetailsField) -> tuple[bytes, bytes]:
-        """The JSON of a response before and after its items."""
-        # What clients have written is behind them.
-        before, found, after = self._response_json([], usage, details).partition(b'"output":[]')
-        assert found
-        return before + b'"output":', after
 
     def _response_json(
         self,
-        items: list[OutputItem],
         usage: UsageField = UNSET,
         details: DetailsField = UNSET,
         failure: RequestFailure | None = None,
     ) -> bytes:
-        """The JSON of the response as it is now."""
+        """The JSON of the response as it is now, without its items."""
         head, sampling = self.head, self.resolved.sampling
         answered = AnsweredFields(
             id=head.id,
@@ -164,7 +162,7 @@ class ResponsesFormat:
             error=None if failure is None else _describe_problem(failure),
             incomplete_details=IncompleteDetails() if self._status == "incomplete" else None,
             model=head.model,
-            output=items,
+            output=[],
             usage=_count_tokens(usage) if isinstance(usage, Usage) else None,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -173,6 +171,12 @@ class ResponsesFormat:
             diptych=details,
         )
         return msgspec.json.encode(answered)[:-1] + b"," + self._repeated[1:]
+
+
+def _pass_over(events: Iterable[bytes]) -> None:
+    """Do what makes these events, which nobody reads."""
+    for _ in events:
+        pass
 
 
 def _status_of(text: OutputText) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from services.gateway.generation.generation import Generation
 from services.gateway.generation.output_text import OutputPiece
 from services.gateway.generation.scored_tokens import ScoredTokens
 from services.gateway.generation.streaming import GenerationResponse
+from services.gateway.generation.whole_answer import MAX_PART_BYTES
 from services.gateway.http.response_writer import ResponseWriter
 
 
@@ -94,3 +96,40 @@ async def written_text() -> str:
 def test_an_end_that_comes_while_other_tasks_run_is_written() -> None:
     text = asyncio.run(written_text())
     assert text.index("first") < text.index("rest") < text.index("length") < text.index("[DONE]")
+
+
+def test_a_large_end_is_written_in_parts_between_which_other_tasks_run() -> None:
+    parts, seen = [b"x" * 1000] * 1000, list[int]()
+
+    async def main() -> None:
+        written = list[int]()
+
+        async def write_body(data: bytes) -> None:
+            written.append(len(data))
+
+        async def run_beside() -> None:
+            while True:
+                seen.append(sum(written))
+                await asyncio.sleep(0)
+
+        def slow_parts() -> Iterator[bytes]:
+            for part in parts:
+                respond._paused_s = 0.0
+                yield part
+
+        respond = GenerationResponse(
+            cast(Generation, SimpleNamespace(wait_for_reader=nullcontext)),
+            cast(OutputFormat, SimpleNamespace()),
+            set(),
+            stall_s=30.0,
+        )
+        writer = cast(ResponseWriter, SimpleNamespace(write_body=write_body))
+        others = asyncio.create_task(run_beside())
+        assert await respond._add_frames(writer, slow_parts())
+        await respond._write_frames(writer, b"")
+        others.cancel()
+        assert sum(written) == 1_000_000 and max(written) < 2 * MAX_PART_BYTES
+
+    asyncio.run(main())
+    # Whatever has taken `PAUSE_S` lets them run, also while the parts are written.
+    assert len(seen) >= len(parts) and len(set(seen)) > 3

@@ -22,6 +22,7 @@ from tests.unit.gateway.thinking_model import MARKERS, THINKING_TEMPLATE
 KEY = "sk-" + "k" * 40
 THOUGHT, TEXT = "<think>\nthe fox\n</think>\n\n", "Grüße, 世界! One moment."
 JUMP = '<tool_call>\n{"name": "jump", "arguments": {"x": 1}}\n</tool_call>'
+UNREAD = '<tool_call>\n{"name": "jump", "arguments": "high"}\n</tool_call>'
 LOOK = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
 TOOLS: list[dict[str, Any]] = [
     {"name": name, "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
@@ -94,6 +95,10 @@ CONVERSATIONS = [
     Conversation("a thought too long", "thinking", THOUGHT, fields={"max_tokens": 4}, reason="max_tokens"),
     Conversation("a length beyond the context", "text", "a" * 2000, fields={"max_tokens": 32000},
                  reason="model_context_window_exceeded"),
+    Conversation("a call without an object", "text", UNREAD, fields={"tools": TOOLS}),
+    Conversation("a call that does not end", "text", JUMP[:47], fields={"tools": TOOLS}),
+    Conversation("a text, a call without an object, and another", "text text tool_use",
+                 f"{TEXT}\n{UNREAD}\n{JUMP}", fields={"tools": TOOLS}, reason="tool_use"),
     Conversation("nothing", "", ""),
 ]
 # fmt: on
@@ -150,6 +155,22 @@ def test_a_call_too_long_has_no_input(gateway: Running, http: httpx.Client) -> N
     assert block["input"] == {} and block["name"] == "jump"
     events = read_events(play(gateway, http, conversation, True).text)
     assert events[-2]["delta"]["stop_reason"] == "max_tokens" and events[-1] == {"type": "message_stop"}
+
+
+def test_a_call_without_an_object_becomes_text(gateway: Running, http: httpx.Client) -> None:
+    """A client would run a tool with an empty object."""
+    conversation = Conversation("", "", UNREAD, fields={"tools": TOOLS})
+    [block] = play(gateway, http, conversation, False).json()["content"]
+    assert (block["type"], block["text"]) == ("text", "jump high")
+
+
+def test_limits_are_those_of_this_route(http: httpx.Client) -> None:
+    body = {"model": "toy", "max_tokens": 3, "messages": HI}
+    for count, length, status in ((16, 128, 200), (17, 128, 400), (16, 129, 400)):
+        tools = [{"name": "a" * length, "input_schema": {}}]
+        fields = {"stop_sequences": [f"Z{i}" for i in range(count)], "tools": tools}
+        answer = http.post("/v1/messages", json=body | fields)
+        assert answer.status_code == status, answer.text
 
 
 def shown_prompt(gateway: Running) -> str:

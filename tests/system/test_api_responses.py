@@ -268,6 +268,7 @@ def test_what_asks_for_nothing_is_accepted(http: httpx.Client) -> None:
         "store": False, "background": False, "truncation": "disabled", "previous_response_id": None,
         "metadata": {"a": "b"},
         "user": "me", "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "max_tool_calls": 3,
+        "client_metadata": {"a": "b"}, "access_programs": {"a": "b"},
         "include": ["file_search_call.results"], "text": {"verbosity": "low"}, "context_management": [], "tools": [],
         "tool_choice": "auto", "reasoning": {"effort": None, "context": "auto", "mode": "standard"},
     }  # fmt: skip

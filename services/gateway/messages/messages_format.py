@@ -1,11 +1,15 @@
-"""Makes the response bodies of `/v1/messages`: whole, and as events of a stream."""
+"""Makes the response bodies of `/v1/messages`: whole, and as events of a stream.
+
+A call is told when it is complete, for clients run what begins as one: if its arguments are no object, it is text.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -15,7 +19,7 @@ from diptych.logs.request_ids import REQUEST_PREFIX
 from services.gateway.generation.chat_parts import make_call_id
 from services.gateway.generation.formats import ResponseHead, UsageField, named_event
 from services.gateway.generation.logprob_json import LogprobJson
-from services.gateway.generation.output_text import OutputPiece, OutputText
+from services.gateway.generation.output_text import CHAR_BYTES, OutputPiece, OutputText
 from services.gateway.http.error_shapes import message_error
 from services.gateway.messages.translate import RouteFields
 from services.gateway.openai.resolve import ResolvedRequest
@@ -50,21 +54,34 @@ SIGNATURE_BYTES = 24
 PREFIX = "msg_"
 
 
+@dataclass(slots=True)
+class OpenCall:
+    """The call that is being written, with the pieces of its arguments."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
 class MessagesFormat:
     """The Messages format of `OutputFormat`. A message has one choice."""
 
     ping = named_event("ping", Ping())
-    # An event needs nothing of those before it.
-    kept_bytes = 0
 
     def __init__(self, head: ResponseHead, resolved: ResolvedRequest, logprob_json: LogprobJson) -> None:
         self.head, self.resolved = head, resolved
         self._asked = msgspec.json.decode(resolved.route_fields, type=RouteFields)
         # The block that is being written, if any, and how many have begun.
         self._kind: BlockKind | None = None
-        self._num_blocks = 0
+        self._num_blocks = self._num_calls = 0
+        self._call: OpenCall | None = None
         self._digest = hashlib.blake2b(digest_size=SIGNATURE_BYTES)
         self._stop = StopDetails("end_turn", None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Roughly the memory of the call that is being written."""
+        return 0 if self._call is None else CHAR_BYTES * sum(map(len, self._call.arguments))
 
     def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
         """The message, without content."""
@@ -79,25 +96,29 @@ class MessagesFormat:
         """What is new of the blocks."""
         part = piece.parts[0] if piece.parts else AnswerPart("content", piece.text)
         if part.kind == "call":
-            block = ToolUseBlock(self._call_id(part.call), part.text, {})
-            return self._end_block() + self._begin_block("tool_use", block)
+            events = self._end_call()
+            self._call = OpenCall(self._call_id(part.call), part.text)
+            return events
         if not part.text:
             return []
         if part.kind == "arguments":
-            return [self._delta(JsonDelta(part.text))]
+            assert self._call is not None
+            self._call.arguments.append(part.text)
+            return []
+        events = self._end_call()
         if part.kind == "reasoning":
-            events = [] if self._kind == "thinking" else self._begin_thought()
+            events += [] if self._kind == "thinking" else self._begin_thought()
             self._digest.update(part.text.encode())
             return events if self._asked.hides_thoughts else [*events, self._delta(ThinkingDelta(part.text))]
-        events = []
         if self._kind != "text":
-            events = self._end_block() + self._begin_block("text", TextBlock(""))
+            events += self._end_block() + self._begin_block("text", TextBlock(""))
         return [*events, self._delta(TextDelta(part.text))]
 
     def end_events(self, choice: int, text: OutputText, used: UsageField = UNSET) -> list[bytes]:
         """The end of the last block."""
+        events = self._end_call(is_cut=text.finish == "length") + self._end_block()
         self._stop = self._describe_stop(text)
-        return self._end_block()
+        return events
 
     def closing_events(self, usage: UsageField, details: DetailsField = UNSET) -> list[bytes]:
         """How the message ended, and what was counted."""
@@ -115,11 +136,12 @@ class MessagesFormat:
     ) -> Iterator[bytes]:
         """The JSON of a whole message. Takes the text out of `texts`."""
         [text] = texts
+        blocks = self._make_blocks(text.take_piece(), is_cut=text.finish == "length")
         stop = self._describe_stop(text)
         body = MessageObject(
             id=self.head.id,
             model=self.head.model,
-            content=self._make_blocks(text.take_piece()),
+            content=blocks,
             stop_reason=stop.stop_reason,
             stop_sequence=stop.stop_sequence,
             usage=_count_tokens(usage),
@@ -127,8 +149,8 @@ class MessagesFormat:
         )
         yield msgspec.json.encode(body)
 
-    def _make_blocks(self, piece: OutputPiece) -> list[AnswerBlock]:
-        """The blocks of a whole answer."""
+    def _make_blocks(self, piece: OutputPiece, is_cut: bool) -> list[AnswerBlock]:
+        """The blocks of a whole answer. If it is cut, that may be within its last call."""
         blocks: list[AnswerBlock] = []
         arguments: dict[int, str] = {}
         for part in piece.parts:
@@ -136,8 +158,11 @@ class MessagesFormat:
                 arguments[part.call] = arguments.get(part.call, "") + part.text
         for part in piece.parts or (AnswerPart("content", piece.text),):
             if part.kind == "call":
-                given = _object_json(arguments.get(part.call, ""))
-                blocks.append(ToolUseBlock(self._call_id(part.call), part.text, given))
+                given = arguments.get(part.call, "")
+                ends_here = is_cut and piece.parts[-1].call == part.call
+                blocks.append(
+                    self._make_call(OpenCall(self._call_id(part.call), part.text, [given]), ends_here)
+                )
             elif part.kind == "reasoning":
                 self._digest = hashlib.blake2b(part.text.encode(), digest_size=SIGNATURE_BYTES)
                 shown = "" if self._asked.hides_thoughts else part.text
@@ -145,6 +170,28 @@ class MessagesFormat:
             elif part.kind == "content" and part.text:
                 blocks.append(TextBlock(part.text))
         return blocks
+
+    def _make_call(self, call: OpenCall, is_cut: bool) -> ToolUseBlock | TextBlock:
+        """The block of a call, or text if its arguments are no object and are not cut."""
+        arguments = "".join(call.arguments)
+        is_object = _is_object(arguments)
+        if not is_object and not is_cut:
+            return TextBlock(f"{call.name} {arguments}")
+        self._num_calls += 1
+        return ToolUseBlock(call.id, call.name, Raw(arguments.encode()) if is_object else {})
+
+    def _end_call(self, is_cut: bool = False) -> list[bytes]:
+        """Tell the open call, if any."""
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        block, arguments = self._make_call(call, is_cut), "".join(call.arguments)
+        events = self._end_block()
+        if isinstance(block, TextBlock):
+            events += self._begin_block("text", TextBlock(""))
+            return [*events, self._delta(TextDelta(block.text)), *self._end_block()]
+        events += self._begin_block("tool_use", ToolUseBlock(call.id, call.name, {}))
+        return [*events, self._delta(JsonDelta(arguments))] if arguments else events
 
     def _begin_thought(self) -> list[bytes]:
         self._digest = hashlib.blake2b(digest_size=SIGNATURE_BYTES)
@@ -178,7 +225,7 @@ class MessagesFormat:
             most = self.resolved.sampling_for(self.resolved.prompts[0], 0).max_tokens
             is_clipped = most < self._asked.max_tokens
             return StopDetails("model_context_window_exceeded" if is_clipped else "max_tokens", None)
-        if text.finish == "tool_calls":
+        if text.finish == "tool_calls" and self._num_calls:
             return StopDetails("tool_use", None)
         # A token of `stop_token_ids` is no text.
         found = text.stop_reason if isinstance(text.stop_reason, str) else None
@@ -186,12 +233,12 @@ class MessagesFormat:
         return StopDetails(reason, found)
 
 
-def _object_json(arguments: str) -> Any:
-    """The arguments of a call as an object; empty if they were cut and are none."""
+def _is_object(arguments: str) -> bool:
+    """Whether the arguments of a call are a JSON object."""
     try:
-        return Raw(arguments.encode()) if isinstance(msgspec.json.decode(arguments), dict) else {}
+        return isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, RecursionError):
-        return {}
+        return False
 
 
 def _count_tokens(usage: Usage) -> MessageUsage:

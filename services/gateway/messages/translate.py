@@ -30,7 +30,7 @@ from services.gateway.openai.translated import FieldNames, TranslatedRequest
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 
 MAX_TOOLS = 128
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -157,7 +157,7 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
 
 def _make_tool(tool: MessageTool, where: str) -> Tool:
     if TOOL_NAME.fullmatch(tool.name) is None:
-        raise invalid_value_error(f"{where}.name", "must have 1 to 64 letters, digits, '_' and '-'")
+        raise invalid_value_error(f"{where}.name", "must have 1 to 128 letters, digits, '_' and '-'")
     if tool.input_schema is None:
         raise missing_parameter_error(f"{where}.input_schema")
     return Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))

@@ -98,6 +98,8 @@ class ResolvedRequest:
     context: AnswerContext | None = None
     # Whether only tokens of its text have log-probabilities, none of thoughts and calls.
     text_logprobs: bool = False
+    # Whether its answer is as long as the context allows, if its length is beyond that.
+    clips_length: bool = False
     # What the format of its answer needs to know, if it is not a chat's or a completion's.
     route_fields: bytes = b""
     # The number of alternatives that the answer lists for each token of the prompt; None: it does not list them.
@@ -259,9 +261,9 @@ def fit_worker_context(resolved: ResolvedRequest, context_tokens: int) -> Resolv
     lengths, wanted = [len(prompt.tokens) for prompt in resolved.prompts], resolved.sampling.max_tokens
     if max(lengths) + min(wanted, 1) > context_tokens:
         raise context_length_error(f"has {max(lengths)} prompt tokens", context_tokens, None)
-    # The request set no length.
-    unbounded = wanted == resolved.context_tokens - min(lengths)
-    if not unbounded and max(lengths) + wanted > context_tokens:
+    # The request set no length, or takes what there is.
+    is_open = resolved.clips_length or wanted == resolved.context_tokens - min(lengths)
+    if not is_open and max(lengths) + wanted > context_tokens:
         problem = f"asks for {max(lengths) + wanted} ({max(lengths)} in the prompt, {wanted} to be generated)"
         raise context_length_error(problem, context_tokens, None)
     return replace(resolved, context_tokens=context_tokens)

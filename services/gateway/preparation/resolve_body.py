@@ -283,7 +283,12 @@ def _resolve_translated(
             thinking_token_budget=None if budget is None else min(budget, room),
         )
     resolved = _resolve_chat(chat, valid, prompts, caller, rules)
-    return replace(resolved, text_logprobs=translated.text_logprobs, route_fields=translated.route_fields)
+    return replace(
+        resolved,
+        text_logprobs=translated.text_logprobs,
+        route_fields=translated.route_fields,
+        clips_length=translated.clips_length,
+    )
 
 
 def _count_prompt(

@@ -41,7 +41,7 @@ PARTS = {".function.": ".", ".tool_call_id": ".call_id"}
 # Fields that ask for what a stateless server does not have.
 REFUSED = (
     "previous_response_id", "conversation", "prompt", "context_management", "moderation", "prompt_cache_options",
-    "access_programs", "image",
+    "image",
 )  # fmt: skip
 
 

@@ -140,3 +140,10 @@ def test_a_long_prompt_comes_out_of_a_preparer_at_the_cost_of_a_copy() -> None:
     report = msgspec.msgpack.decode(frame, type=PreparedRequest)
     assert sys.getallocatedblocks() - before < 1000, "no object for each token"
     assert report.ask.prompt_tokens == 16 * 32_000 and report.ask.prompts[3].tokens[7] == 1007
+
+
+def test_messages_take_what_the_context_leaves(rules: RequestRules) -> None:
+    for route, clips in (("messages", True), ("chat", False)):
+        body = msgspec.json.encode(BODIES[route])
+        resolved = resolve_body(route, body, Caller(0.0), rules, lambda grammar: None)
+        assert isinstance(resolved, ResolvedRequest) and resolved.clips_length == clips

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.errors import RequestError
@@ -40,3 +42,11 @@ def test_what_fits_is_served_with_the_room_there_is() -> None:
         ask(4000, 32_768 - 4000), 4096
     )  # no 'max_tokens': as many as there is room for
     assert open_end.sampling_for(open_end.prompts[0], 0).max_tokens == 96
+
+
+def test_an_answer_that_takes_what_there_is_is_clipped() -> None:
+    asked = replace(ask(4000, 300), clips_length=True)
+    served = fit_worker_context(asked, 4096)
+    assert served.sampling_for(served.prompts[0], 0).max_tokens == 96
+    with pytest.raises(RequestError):
+        fit_worker_context(replace(ask(4096, 300), clips_length=True), 4096)

@@ -100,7 +100,7 @@ class MessagesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=Tr
     """Body of `POST /v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    stop_sequences: Annotated[list[str], Meta(max_length=4)] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

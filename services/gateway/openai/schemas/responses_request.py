@@ -123,8 +123,9 @@ class ResponsesRequest(ServerFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
-    # What Codex tells about itself; it has no effect here.
+    # What Codex tells about itself and its user; it has no effect here.
     client_metadata: dict[str, Any] | None = None
+    access_programs: dict[str, Any] | None = None
 
     # Fields that are known and are refused by name, unless they ask for nothing.
     store: bool | None = None
@@ -136,5 +137,4 @@ class ResponsesRequest(ServerFields, kw_only=True, forbid_unknown_fields=True):
     context_management: Annotated[list[dict[str, Any]], Meta(max_length=64)] | None = None
     moderation: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    access_programs: dict[str, Any] | None = None
     image: dict[str, Any] | None = None

@@ -32,6 +32,7 @@ class FailureReason(StrEnum):
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_SCHEMA = "invalid_schema"
     INVALID_GRAMMAR = "invalid_grammar"
+    NO_TOKEN_LEFT = "no_token_left"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     BODY_INCOMPLETE = "body_incomplete"
     BODY_TIMEOUT = "body_timeout"
@@ -137,6 +138,8 @@ RULES: dict[FailureReason, FailureRule] = {
     FailureReason.UNSUPPORTED_PARAMETER: FailureRule(400),
     FailureReason.INVALID_SCHEMA: FailureRule(400),
     FailureReason.INVALID_GRAMMAR: FailureRule(400),
+    # What it bans, and its grammar, leave no token to choose.
+    FailureReason.NO_TOKEN_LEFT: FailureRule(400),
     FailureReason.CONTEXT_LENGTH_EXCEEDED: FailureRule(400),
     FailureReason.BODY_INCOMPLETE: FailureRule(400),
     FailureReason.BODY_TIMEOUT: FailureRule(408),

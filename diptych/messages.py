@@ -427,7 +427,7 @@ class Failed(ChannelMessage, frozen=True):
     """This attempt has failed on this worker, which has freed everything it held for it.
 
     `code`: "transfer_failed", "kv_corrupt", "stale_ticket", "deadline_exceeded", "out_of_memory", "overloaded",
-    "invalid_grammar", "unsupported_parameter", "draining", "internal_error".
+    "invalid_grammar", "no_token_left", "unsupported_parameter", "draining", "internal_error".
     """
 
     request: str

@@ -43,6 +43,8 @@ def failure_code(error: Exception) -> str:
     raise_if_lost(error)
     if isinstance(error, GrammarError):
         return "invalid_grammar"
+    if isinstance(error, BadSamplingParams):
+        return "no_token_left"
     words = f"{type(error).__name__} {error}".lower()
     exhausted = isinstance(error, MemoryError) or "outofmemory" in words or "t allocate memory" in words
     return "out_of_memory" if exhausted else "internal_error"

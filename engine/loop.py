@@ -19,7 +19,7 @@ from typing import Any
 
 from diptych.messages import WorkerStats
 from engine.eviction.decision_points import DecisionPoints
-from engine.isolation import BadSamplingParams, failure_code, isolate_failures
+from engine.isolation import failure_code, isolate_failures
 from engine.outputs import (
     LiveSequence,
     SequenceOutput,
@@ -368,8 +368,7 @@ class Engine:
                 raise token
             ends = append_token(live, token)
         except Exception as error:
-            sound = isinstance(error, BadSamplingParams)
-            return self._fail_sequence(live.seq.key, failure_code(error), str(error), sound)
+            return self._fail_sequence(live.seq.key, failure_code(error), str(error))
         return self._emit_output(live, token, self.table.finish_reason(live.seq, ends), now_s)
 
     def _emit_output(
@@ -388,10 +387,10 @@ class Engine:
             self.decisions.forget(seq.key)
         return SequenceOutput(output, seq if held else None)
 
-    def _fail_sequence(self, key: str, code: str, message: str, sound: bool = False) -> SequenceOutput:
+    def _fail_sequence(self, key: str, code: str, message: str) -> SequenceOutput:
         # After an internal error (for example logits that are not finite) its KV may be bad, so no other request may
         # reuse it.
-        return build_failure(self._drop_sequence(key, sound or code != "internal_error"), code, message)
+        return build_failure(self._drop_sequence(key, code != "internal_error"), code, message)
 
     def _drop_sequence(self, key: str, keep: bool = True) -> Sequence:
         self._forget_sequence(key)

@@ -96,7 +96,7 @@ class SamplerRow:
         # A temperature below 1e-6 would overflow the division, and 1e-6 is as good as greedy.
         self.heat = max(sampling.temperature, 1e-6) if sampling.temperature > 0 else 0.0
         self._thought = None if sampling.thought is None else ThoughtCounter(sampling.thought, output)
-        self._bans = make_bans(sampling, output, vocab)
+        self._bans = make_bans(sampling, output)
         self.filtered = self.heat > 0 and (
             sampling.min_p > 0 or sampling.top_p < 1 or 0 < sampling.top_k < vocab
         )
@@ -169,7 +169,8 @@ class SamplerRow:
         logits[self.biased] += self.bias
         self._apply_penalties(logits)
         self._forbid_tokens(logits)
-        if self.filtered:
+        # Of a row whose tokens are all forbidden there is nothing to filter; it gets no token.
+        if self.filtered and logits.max() > -np.inf:
             self._apply_filters(logits)
 
     def _apply_penalties(self, logits: Floats) -> None:

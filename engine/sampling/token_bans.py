@@ -16,17 +16,15 @@ Floats = NDArray[np.float32]
 class TokenBans:
     """The tokens that one output may not have next.
 
-    Words of one token, and all tokens but the allowed ones, are a list that never changes. Of longer words the tokens
-    that would complete one follow from the end of the output.
+    What is kept is as long as what the request names, however large the vocabulary is. Of words of several tokens the
+    tokens that would complete one follow from the end of the output.
     """
 
-    def __init__(self, sampling: SamplingParams, output: Iterable[int], vocab: int) -> None:
-        banned: NDArray[Any] = np.zeros(vocab, np.bool_)
-        if sampling.allowed_token_ids:
-            banned[:] = True
-            banned[list(sampling.allowed_token_ids)] = False
-        banned[[word[0] for word in sampling.bad_words if len(word) == 1]] = True
-        self._always = np.flatnonzero(banned)
+    def __init__(self, sampling: SamplingParams, output: Iterable[int]) -> None:
+        self._allowed: NDArray[Any] = np.array(sampling.allowed_token_ids, np.int64)
+        self._always: NDArray[Any] = np.array(
+            [word[0] for word in sampling.bad_words if len(word) == 1], np.int64
+        )
         # By the last token of a word's beginning: the word's last token, and its beginning.
         self._endings: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for *begin, last in (word for word in sampling.bad_words if len(word) > 1):
@@ -43,14 +41,18 @@ class TokenBans:
 
     def forbid(self, logits: Floats) -> None:
         """Set the logits [vocab] of tokens that may not come next to -inf."""
+        if len(self._allowed):
+            kept = logits[self._allowed]
+            logits.fill(-np.inf)
+            logits[self._allowed] = kept
         logits[self._always] = -np.inf
         for last, begin in self._endings.get(self._tail[-1], ()) if self._tail else ():
             if self._tail[-len(begin) :] == begin:
                 logits[last] = -np.inf
 
 
-def make_bans(sampling: SamplingParams, output: Iterable[int], vocab: int) -> TokenBans | None:
+def make_bans(sampling: SamplingParams, output: Iterable[int]) -> TokenBans | None:
     """The bans of a request; None, at no cost, if it has none."""
     if not sampling.allowed_token_ids and not sampling.bad_words:
         return None
-    return TokenBans(sampling, output, vocab)
+    return TokenBans(sampling, output)

@@ -45,6 +45,7 @@ POLICY_BY_CODE: dict[str, FailurePolicy] = {
     "overloaded": FailurePolicy(FailureReason.OVERLOADED, may_retry=True, other_worker_only=True),
     "draining": NO_WORKERS,
     "invalid_grammar": FailurePolicy(FailureReason.INVALID_GRAMMAR),
+    "no_token_left": FailurePolicy(FailureReason.NO_TOKEN_LEFT),
     "unsupported_parameter": FailurePolicy(FailureReason.UNSUPPORTED_PARAMETER),
     "internal_error": INTERNAL_ERROR,
 }

@@ -40,6 +40,7 @@ FAILING = {
     22: "out_of_memory",
     23: "overloaded",
     24: "invalid_grammar",
+    25: "no_token_left",
 }
 CAUSE = "the worker's own words"
 HALF_TOKENS = 5

@@ -54,6 +54,7 @@ BY_BACKEND = (
     FailureReason.ANSWER_MEMORY_FULL,
     FailureReason.REQUEST_QUARANTINED,
     FailureReason.INVALID_GRAMMAR,
+    FailureReason.NO_TOKEN_LEFT,
     FailureReason.NOT_CONTINUABLE,
     FailureReason.RATE_LIMIT_EXCEEDED,
 )

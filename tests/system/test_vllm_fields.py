@@ -201,6 +201,32 @@ def served_tokens(served: Served, text: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
+def test_what_leaves_no_token_is_its_clients_fault(served: Served) -> None:
+    """Never a failure of the service, whether it is seen before the work or amid it."""
+    (letter,) = served_tokens(served, "a")
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
+    call = {"messages": HI, "tools": [tool], "tool_choice": "required"}
+    for code, fields in (
+        ("invalid_value", {"allowed_token_ids": [letter], "bad_words": ["a"]}),
+        ("no_token_left", {"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}),
+        ("no_token_left", {"structured_outputs": {"regex": "zza"}, "bad_words": ["a", "za"]}),
+        ("no_token_left", {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [letter + 1]}),
+        ("no_token_left", {"allowed_token_ids": [letter], "bad_words": ["aa"], "min_tokens": 2}),
+        ("no_token_left", {"allowed_token_ids": [letter], **call}),
+    ):
+        path = CHAT if "messages" in fields else COMPLETION
+        body = {"model": "tiny", "max_tokens": 24, "temperature": 0, **BODIES[path], **fields}
+        answer = httpx.post(f"{served.url}{path}", json=body, timeout=300, trust_env=False)
+        found = answer.json().get("error", answer.json())
+        assert (answer.status_code, found.get("code")) == (400, code), (fields, answer.text)
+        streamed = httpx.post(
+            f"{served.url}{path}", json={**body, "stream": True}, timeout=300, trust_env=False
+        )
+        assert f'"code":"{code}"' in streamed.text, (fields, streamed.text)
+    assert ask(served, prompt="a")["choices"][0]["text"]
+
+
+@pytest.mark.timeout(600)
 def test_a_cut_prompt_is_answered_as_its_last_tokens(served: Served) -> None:
     prompt = read_text()[5000:5400]
     for kept in (1, 64, 333, -1):

@@ -66,6 +66,9 @@ PUBLIC_TEXTS = {
     FailureReason.OUT_OF_MEMORY: "a worker had no memory left for this request",
     FailureReason.OVERLOADED: "the workers have more to do than they can take",
     FailureReason.INVALID_GRAMMAR: "the grammar of 'response_format' cannot be served",
+    FailureReason.NO_TOKEN_LEFT: (
+        "'allowed_token_ids', 'bad_words' and 'min_tokens' leave no token that may come next; ban less, or allow more"
+    ),
     FailureReason.REQUEST_QUARANTINED: (
         "workers crashed whenever they worked on this request; it is refused for a while"
     ),

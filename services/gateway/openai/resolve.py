@@ -30,7 +30,7 @@ from services.gateway.openai.validate import (
     stop_strings,
     unsupported_error,
 )
-from services.gateway.openai.vllm_fields import tokenize_bad_words
+from services.gateway.openai.vllm_fields import check_some_token_left, tokenize_bad_words
 from services.gateway.parsing.answer_parts import AnswerContext
 
 DEFAULT_COMPLETION_LENGTH = 16  # OpenAI's
@@ -343,7 +343,7 @@ def _resolve_sampling(
         )
     ends = () if fields.ignore_eos else rules.tokenizer.end_ids
     defaults = rules.defaults
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=most,
         seed=secrets.randbelow(NUM_SEEDS) if fields.seed is None else fields.seed % NUM_SEEDS,
         seeded=fields.seed is not None,
@@ -363,6 +363,8 @@ def _resolve_sampling(
         stop_token_ids=tuple(sorted({*ends, *(fields.stop_token_ids or ())})),
         grammar=grammar,
     )
+    check_some_token_left(sampling)
+    return sampling
 
 
 def _first_given(asked: Number | None, default: Number | None, otherwise: Number) -> Number:

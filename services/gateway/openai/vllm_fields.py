@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from diptych.request import Grammar
+from diptych.request import Grammar, SamplingParams
 from services.gateway.openai.schemas.request_schema import GenerationFields, StructuredOutputs
 from services.gateway.openai.validate import (
     RequestRules,
@@ -85,6 +85,18 @@ def _read_grammar(asked: StructuredOutputs, rules: RequestRules) -> Grammar:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise schema_error(f"{STRUCTURED}.json", "must be a JSON schema, or the text of one") from error
     return Grammar("json_schema", check_schema(schema or {}, f"{STRUCTURED}.json", rules.limits).decode())
+
+
+def check_some_token_left(sampling: SamplingParams) -> None:
+    """Refuse named tokens of which an answer may have none. Raises RequestError: 400."""
+    if not sampling.allowed_token_ids:
+        return
+    left = set(sampling.allowed_token_ids) - {word[0] for word in sampling.bad_words if len(word) == 1}
+    if not left:
+        raise invalid_value_error(ALLOWED, f"leaves no token beside '{BAD_WORDS}'; allow another one")
+    if sampling.min_tokens and left.issubset(sampling.stop_token_ids):
+        problem = "leaves no token but those that end the answer, which 'min_tokens' bans; allow another one"
+        raise invalid_value_error(ALLOWED, problem)
 
 
 def tokenize_bad_words(words: Iterable[str], tokenizer: GatewayTokenizer) -> tuple[tuple[int, ...], ...]:

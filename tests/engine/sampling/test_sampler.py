@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.request import SamplingParams
-from engine.isolation import BadSamplingParams
+from engine.isolation import BadSamplingParams, failure_code
 from engine.protocols import SampledToken
 from engine.sampling.sampler import TOP_P_PRESORT, Sampler, SamplerRow, noise_start
 from engine.sampling.scores import LOWEST_LOGPROB
+from engine.sampling.token_bans import make_bans
 from engine.sequence import Sequence
 
 MASK = (1 << 64) - 1
@@ -160,6 +162,34 @@ def test_named_tokens_are_chosen_as_by_the_reference(
         return
     first, second = sampler.sample([raw, raw], [opened, pushed])
     assert first == second == SampledToken(reference(raw, sequence(asked, output=output)))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.2}])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_without_a_token_left_says_whose_fault_it_is(
+    filters: dict[str, Any], temperature: float
+) -> None:
+    asked = SamplingParams(
+        max_tokens=9,
+        seed=5,
+        temperature=temperature,
+        allowed_token_ids=(4,),
+        bad_words=((4,),),
+        **filters,
+    )
+    sampler = Sampler(12)
+    (result,) = sampler.sample([logits(12, 0)], [sampler.open(sequence(asked))])
+    assert isinstance(result, BadSamplingParams) and failure_code(result) == "no_token_left"
+
+
+def test_bans_are_as_large_as_what_is_named() -> None:
+    """And not as what is left of the vocabulary."""
+    bans = make_bans(
+        SamplingParams(max_tokens=9, seed=5, allowed_token_ids=(4, 700), bad_words=((7,), (4, 5))), ()
+    )
+    assert bans is not None
+    kept = [value for value in vars(bans).values() if isinstance(value, np.ndarray)]
+    assert sum(value.nbytes for value in kept) <= 8 * 4
 
 
 def test_requests_without_named_tokens_are_drawn_as_before() -> None:

@@ -259,7 +259,7 @@ def test_one_that_its_own_sampling_fails_leaves_what_others_share() -> None:
     other.prompt = list(victim.prompt)
     bench.sampler.unsound = {alone(victim)[0]}
     bench.engine.add(victim, 0.0)
-    assert failures(finish(bench)) == {"a": "internal_error"}
+    assert failures(finish(bench)) == {"a": "no_token_left"}
     bench.sampler.unsound = set()
     bench.engine.add(other, 0.0)
     assert outputs(finish(bench), "b")[0].cached_tokens == 192

@@ -119,7 +119,8 @@ def test_a_draining_worker_is_chosen_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("internal_error", 500), ("invalid_grammar", 400), ("unheard_of", 500)]
+    ("code", "status"),
+    [("internal_error", 500), ("invalid_grammar", 400), ("no_token_left", 400), ("unheard_of", 500)],
 )
 def test_what_may_break_every_worker_is_not_tried_again(code: str, status: int) -> None:
     world = linked_deployment("prefill-0", "prefill-1", "decode-0")

@@ -208,9 +208,13 @@ def split_json(text: bytes, field: bytes, value: bytes) -> tuple[bytes, bytes]:
 
 
 def prompt_score_parts(text: OutputText, logprob_json: LogprobJson) -> Iterator[bytes]:
-    """The JSON of `prompt_logprobs` of an answer, in parts: a list, with null for the prompt's first token."""
+    """The JSON of `prompt_logprobs` of an answer, in parts: a list, with null for the prompt's first token.
+
+    A part has at most `MAX_WRITTEN_TOKENS` tokens and alternatives together, or one token.
+    """
+    count = max(1, MAX_WRITTEN_TOKENS // (1 + text.prompt_scores.num_top))
     yield b"["
-    for start in range(0, len(text.prompt_scores), MAX_WRITTEN_TOKENS):
-        rows = text.prompt_scores.iter_rows(start, start + MAX_WRITTEN_TOKENS)
+    for start in range(0, len(text.prompt_scores), count):
+        rows = text.prompt_scores.iter_rows(start, start + count)
         yield b"," * (start > 0) + logprob_json.prompt_entries(rows).encode()
     yield b"]"

@@ -13,7 +13,7 @@ from services.gateway.generation.scored_tokens import ScoredToken
 from services.gateway.openai.schemas.response_schema import MIN_LOGPROB
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
-# Most tokens whose JSON is cached, per route. The cache then takes some megabytes.
+# Most tokens whose JSON is cached, per route and kind. A cache then takes some megabytes.
 MAX_CACHED_NAMES = 1 << 16
 
 
@@ -27,6 +27,7 @@ class LogprobJson:
         self._tokens, self._ids_as_names = tokenizer, ids_as_names
         self._chat: dict[int, tuple[str, str]] = {}
         self._names: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
 
     def chat_entries(self, scored_tokens: Iterable[ScoredToken], most: int) -> str:
         """The elements of `logprobs.content` of chats, separated by commas, with up to `most` alternatives each."""
@@ -60,7 +61,7 @@ class LogprobJson:
             + ",".join(
                 [
                     f'"{token}":{{"logprob":{floor_logprob(value)!r},"rank":{place or "null"},'
-                    f'"decoded_token":{msgspec.json.encode(self._tokens.token_text(token)).decode()}}}'
+                    f'"decoded_token":{self._text(token)}}}'
                     for token, (value, place) in values.items()
                 ]
             )
@@ -91,6 +92,15 @@ class LogprobJson:
         name = msgspec.json.encode(text).decode()
         found = f'"token":{name},"logprob":', f',"bytes":{msgspec.json.encode(list(raw)).decode()}'
         self._chat[token] = found
+        return found
+
+    def _text(self, token: int) -> str:
+        """A token's text as JSON; what is no whole character shows as U+FFFD."""
+        found = self._texts.get(token)
+        if found is None:
+            if len(self._texts) >= MAX_CACHED_NAMES:
+                self._texts.clear()
+            found = self._texts[token] = msgspec.json.encode(self._tokens.token_text(token)).decode()
         return found
 
     def _name(self, token: int) -> str:

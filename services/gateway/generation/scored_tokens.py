@@ -30,6 +30,7 @@ class RankedTokens:
     """The tokens of a prompt, each with its log-probability, its rank, and the `num_top` most likely tokens."""
 
     def __init__(self, num_top: int) -> None:
+        self.num_top = num_top
         self._scored, self._ranks = ScoredTokens(num_top), array("i")
 
     def __len__(self) -> int:

@@ -104,6 +104,8 @@ class ResolvedRequest:
     route_fields: bytes = b""
     # The number of alternatives that the answer lists for each token of the prompt; None: it does not list them.
     prompt_logprobs: int | None = None
+    # Whether the first answer alone lists them, for all answers of a prompt.
+    first_lists_prompt: bool = False
     # Whether the answer has the ids of its tokens, and whether tokens have ids for names in log-probabilities.
     return_ids: bool = False
     ids_as_names: bool = False
@@ -126,9 +128,14 @@ class ResolvedRequest:
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
     def sampling_for(self, prompt: Prompt, index: int) -> SamplingParams:
-        """Sampling of the `index`-th sequence of `prompt`, with its own seed, and a length that fits the context."""
+        """Sampling of the `index`-th sequence of `prompt`, with its own seed, and a length that fits the context.
+
+        The prompt is scored for those sequences alone whose answers list it.
+        """
+        lists = not self.first_lists_prompt or index == 0
         return msgspec.structs.replace(
             self.sampling,
+            prompt_logprobs=self.sampling.prompt_logprobs if lists else None,
             max_tokens=min(self.sampling.max_tokens, self.context_tokens - len(prompt.tokens)),
             seed=(self.sampling.seed + index) % NUM_SEEDS,
         )
@@ -173,6 +180,7 @@ def resolve_chat(
         n=request.n or 1,
         best_of=request.n or 1,
         logprobs=top,
+        first_lists_prompt=True,
         keep=resolve_keep(request, [len(prompt.tokens)], system_tokens, rules),
         context=context,
         **_output_options(request, rules),
@@ -227,6 +235,17 @@ def _default_tokens(rules: RequestRules) -> int:
     return min(DEFAULT_COMPLETION_LENGTH, rules.defaults.max_new_tokens or DEFAULT_COMPLETION_LENGTH)
 
 
+def count_kept(fields: ChatRequest | CompletionRequest, rules: RequestRules) -> int | None:
+    """How many tokens of a prompt are kept; None: all."""
+    kept, is_chat = fields.truncate_prompt_tokens, isinstance(fields, ChatRequest)
+    if kept != -1:
+        return kept
+    wanted = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
+    wanted = fields.max_tokens if wanted is None else wanted
+    least = 1 if is_chat else _default_tokens(rules)
+    return max(1, rules.context_tokens - max(least if wanted is None else wanted, fields.min_tokens or 0))
+
+
 def truncate_prompts(
     fields: ChatRequest | CompletionRequest, prompts: list[Prompt], rules: RequestRules
 ) -> list[Prompt]:
@@ -234,14 +253,9 @@ def truncate_prompts(
 
     A text that is cut is lost, but that of a conversation, whose end is needed.
     """
-    kept, is_chat = fields.truncate_prompt_tokens, isinstance(fields, ChatRequest)
+    kept, is_chat = count_kept(fields, rules), isinstance(fields, ChatRequest)
     if kept is None:
         return prompts
-    if kept == -1:
-        wanted = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
-        wanted = fields.max_tokens if wanted is None else wanted
-        least = 1 if is_chat else _default_tokens(rules)
-        kept = max(1, rules.context_tokens - max(least if wanted is None else wanted, fields.min_tokens or 0))
     return [
         prompt
         if len(prompt.tokens) <= kept

@@ -24,6 +24,7 @@ from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.resolve import (
     Prompt,
     ResolvedRequest,
+    count_kept,
     make_prompt,
     resolve_chat,
     resolve_completion,
@@ -79,6 +80,8 @@ from services.gateway.pooling.pooled_inputs import (
 from services.gateway.responses.translate import translate_responses
 
 GRAMMAR_FIELD = "response_format"
+# Of a prompt that is cut to its last tokens so many more are made, since the first ones depend on the text before them.
+MARGIN_TOKENS = 64
 
 GrammarCheck = Callable[[Grammar], str | None]
 
@@ -171,10 +174,8 @@ def _resolve_fields(
     valid = steps.validate(fields, caller, rules)
     if valid.grammar is not None and (why := check(valid.grammar)) is not None:
         raise grammar_error(why, valid.grammar_field)
-    is_cut = isinstance(fields, GenerationFields) and fields.truncate_prompt_tokens is not None
-    prompts = [
-        _tokenize_source(source, valid.special, rules, valid.field, is_cut) for source in valid.sources
-    ]
+    kept = count_kept(fields, rules) if isinstance(fields, ChatRequest | CompletionRequest) else None
+    prompts = [_tokenize_source(source, valid, kept, rules) for source in valid.sources]
     if isinstance(fields, ChatRequest | CompletionRequest):
         prompts = truncate_prompts(fields, prompts, rules)
     resolved = steps.resolve(fields, valid, prompts, caller, rules)
@@ -190,17 +191,27 @@ def grammar_error(why: str, field: str = GRAMMAR_FIELD) -> RequestError:
 
 
 def _tokenize_source(
-    source: str | list[int] | Conversation, special: bool, rules: RequestRules, field: str, is_cut: bool
+    source: str | list[int] | Conversation, valid: ValidBody, kept: int | None, rules: RequestRules
 ) -> Prompt:
+    """The tokens of a prompt; of one that is longer than the `kept` tokens (None: all are), of its end alone."""
     if isinstance(source, list):
         return make_prompt(source)
     if isinstance(source, Conversation):
         text, param = _render_conversation(source, rules), "messages"
     else:
-        text, param = source, field
-    if not is_cut:
+        text, param = source, valid.field
+    if kept is None or kept > rules.context_tokens:
         check_text_length(text, rules, param)
-    return make_prompt(rules.tokenizer.encode(text, special), text)
+        return make_prompt(rules.tokenizer.encode(text, valid.special), text)
+    end = _cut_text(text, (kept + MARGIN_TOKENS) * rules.tokenizer.longest_bytes)
+    whole = len(end) == len(text) or isinstance(source, Conversation)
+    return make_prompt(rules.tokenizer.encode(end, valid.special), text if whole else None)
+
+
+def _cut_text(text: str, most: int) -> str:
+    """The last `most` bytes of a text, without a character of which only a part is left."""
+    # A character has at least one byte, so what is encoded is never long.
+    return text[-most:].encode()[-most:].decode(errors="ignore")
 
 
 def _render_conversation(conversation: Conversation, rules: RequestRules) -> str:
@@ -329,7 +340,9 @@ def _count_system_tokens(
     """The tokens of a rendered conversation up to the end of its system message."""
     assert prompt.text is not None
     end = find_system_end(conversation.messages, prompt.text)
-    if not end:
+    # More bytes than its tokens have room for: it is cut, and so is its system message.
+    most = len(prompt.tokens) * rules.tokenizer.longest_bytes
+    if not end or len(prompt.text[: min(end, most + 1)].encode()) > most:
         return 0
     return count_shared_tokens(rules.tokenizer.encode(prompt.text[:end], special), prompt.tokens)
 

@@ -159,6 +159,35 @@ def test_answers_are_those_of_the_http_routes(served: Served, url: str, lines: B
     wait_for(lambda: served.held() == {})
 
 
+def test_lines_have_the_fields_of_vllm(served: Served) -> None:
+    plain = {"model": "tiny", "prompt": "def add(a, b):", "max_tokens": 6, "temperature": 0}
+    text = {"prompt": "a", "add_special_tokens": False}
+    (letter,) = httpx.post(f"{served.url}/tokenize", json=text).json()["tokens"]
+    lines = {
+        "named": plain | {"allowed_token_ids": list(range(300, 340)), "return_token_ids": True},
+        "without": plain | {"bad_words": ["return", "self"], "min_tokens": 6},
+        "scored": plain | {"prompt_logprobs": 2, "truncate_prompt_tokens": 5},
+        "chosen": plain | {"structured_outputs": {"choice": ["yes", "no"]}},
+        "bad-named": plain | {"allowed_token_ids": [letter], "bad_words": ["a"]},
+        "bad-grammar": plain | {"structured_outputs": {"regex": "a"}, "bad_words": ["a"]},
+    }
+    with served.client() as client:
+        batch = start(client, input_file(lines.items(), COMPLETION), COMPLETION)
+        finished(client, batch.id)
+        found = check_all(client, batch.id, lines)
+    check_like_http(served, COMPLETION, lines, found)
+    choices = {name: found[name]["body"]["choices"][0] for name in lines if not name.startswith("bad")}
+    assert set(choices["named"]["token_ids"]) <= set(range(300, 340))
+    assert "return" not in choices["without"]["text"] and choices["chosen"]["text"] in ("yes", "no")
+    assert [one is None for one in choices["scored"]["prompt_logprobs"]] == [True] + [False] * 4
+    errors = {name: found[name]["body"]["error"] for name in lines if name.startswith("bad")}
+    assert (errors["bad-named"]["code"], errors["bad-named"]["param"]) == (
+        "invalid_value",
+        "allowed_token_ids",
+    )
+    assert errors["bad-grammar"]["code"] == "no_token_left"
+
+
 def test_lines_are_bulk_work_and_no_requests(served: Served, data: Path) -> None:
     ended = served.metric("diptych:bulk_sequences_total")
     answered = served.metric("vllm:request_success_total")

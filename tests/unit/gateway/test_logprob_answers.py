@@ -18,7 +18,7 @@ from diptych.request import Request, SamplingParams, Tenancy
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
 from services.gateway.generation.completion_format import CompletionFormat
-from services.gateway.generation.formats import ResponseHead
+from services.gateway.generation.formats import ResponseHead, prompt_score_parts
 from services.gateway.generation.generation import Generation, SequenceSink
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import OutputText, with_echo
@@ -367,6 +367,31 @@ def test_prompts_are_listed_as_vllm_lists_them(
             for one, (value, rank) in expected.items()
         }
         assert next(iter(entry)) == str(token), "the token itself comes first"
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_a_part_of_a_prompts_scores_has_so_many_numbers(
+    tokens: GatewayTokenizer, top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alternatives count, too; and a token's text is written once, however often it is listed."""
+    prompt = [5 + i % 20 for i in range(300)]
+    ask = replace(asked(None), prompts=[make_prompt(prompt)], prompt_logprobs=top)
+    answer = OutputText(ask, 0, ask.prompts[0], tokens)
+    answer.feed_output(Output("r", 0, [7], prompt_logprobs=ranked(tokens, prompt, 20), finish="length"))
+    while answer.pack_logprobs(50):
+        pass
+    decoded: list[int] = []
+    text = type(tokens).token_text
+
+    def note(tokenizer: GatewayTokenizer, token: int) -> str:
+        decoded.append(token)
+        return text(tokenizer, token)
+
+    monkeypatch.setattr(type(tokens), "token_text", note)
+    parts = list(prompt_score_parts(answer, LogprobJson(tokens)))
+    assert max(part.count(b'"logprob":') for part in parts) <= 128
+    assert len(decoded) == len(set(decoded))
+    assert len(msgspec.json.decode(b"".join(parts))) == 300
 
 
 def test_what_is_not_asked_for_is_not_there(tokens: GatewayTokenizer) -> None:

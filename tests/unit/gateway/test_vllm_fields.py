@@ -17,6 +17,7 @@ from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
 from services.gateway.openai.vllm_fields import GUIDED, GUIDED_OPTIONS
 from services.gateway.preparation.resolve_body import resolve_body
+from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.support.model_folder import CONTEXT, END, END_OF_TEXT
 from tests.unit.gateway.thinking_model import thinking_rules
 
@@ -159,6 +160,38 @@ def test_values_out_of_bounds_are_refused_by_name(
     assert word in failure.message
 
 
+@pytest.mark.parametrize("route", BODIES)
+def test_named_tokens_of_which_none_is_left_are_refused(rules: RequestRules, route: str) -> None:
+    (token,) = rules.tokenizer.encode("a", False)
+    none: list[dict[str, Any]] = [
+        {"allowed_token_ids": [token], "bad_words": ["a"]},
+        {"allowed_token_ids": [END], "min_tokens": 1},
+        {"allowed_token_ids": [token, 7], "stop_token_ids": [7], "min_tokens": 1, "bad_words": ["a"]},
+    ]
+    for fields in none:
+        failure = refusal(rules, route, **fields)
+        assert failure.param == "allowed_token_ids" and "leaves no" in failure.message, failure
+        assert "min_tokens" in failure.message or "bad_words" in failure.message
+    some: list[dict[str, Any]] = [
+        {"allowed_token_ids": [token, 7], "bad_words": ["a"]},
+        {"allowed_token_ids": [token, END], "min_tokens": 1},
+        {"allowed_token_ids": [END]},
+        {"allowed_token_ids": [END], "min_tokens": 1, "ignore_eos": True},
+    ]
+    for fields in some:
+        resolve(rules, route, **fields)
+
+
+def test_a_chat_computes_the_scores_that_it_lists(rules: RequestRules) -> None:
+    def scored(route: str, **fields: Any) -> list[int | None]:
+        asked = resolve(rules, route, prompt_logprobs=2, n=3, **fields)
+        return [asked.sampling_for(asked.prompts[0], i).prompt_logprobs for i in range(3)]
+
+    assert scored("chat") == [2, None, None]
+    # Each choice of a completion lists them.
+    assert scored("completion") == [2, 2, 2]
+
+
 def test_scores_of_a_prompt_are_not_streamed(rules: RequestRules) -> None:
     for count in (0, 3):
         assert refusal(rules, prompt_logprobs=count, stream=True).param == "prompt_logprobs"
@@ -203,6 +236,39 @@ def test_a_prompt_is_cut_to_what_fits(rules: RequestRules, prompt: Any) -> None:
 def test_a_cut_prompt_echoes_what_is_left(rules: RequestRules) -> None:
     (cut,) = resolve(rules, echo=True, truncate_prompt_tokens=2).prompts
     assert cut.text == rules.tokenizer.decode(cut.tokens.tolist()) and cut.offsets is not None
+
+
+@pytest.mark.parametrize("route", BODIES)
+@pytest.mark.parametrize("kept", [1, 7, 200, -1])
+def test_of_a_long_text_only_the_end_is_tokenized(
+    rules: RequestRules, route: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last tokens are the same."""
+    text = " ".join(f"wörd{i} the €uro \U0001f600{i * i}," for i in range(20_000))
+    whole = rules.tokenizer.encode(text, False)
+    sizes: list[int] = []
+    encode = type(rules.tokenizer).encode
+
+    def note(tokenizer: GatewayTokenizer, text: str, special: bool) -> list[int]:
+        sizes.append(len(text.encode()))
+        return encode(tokenizer, text, special)
+
+    monkeypatch.setattr(type(rules.tokenizer), "encode", note)
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    body = {"prompt": text} if route == "completion" else chat
+    (cut,) = resolve(rules, route, truncate_prompt_tokens=kept, **body).prompts
+    assert sum(sizes) <= (CONTEXT + 64) * rules.tokenizer.longest_bytes
+    if kept > 0:
+        assert len(cut.tokens) == kept and sum(sizes) <= (kept + 64) * rules.tokenizer.longest_bytes
+    if route == "completion":
+        assert cut.tokens.tolist() == whole[-len(cut.tokens) :]
+    system: dict[str, Any] = {
+        "messages": [{"role": "system", "content": text}, {"role": "user", "content": "hi"}]
+    }
+    sizes.clear()
+    evicting = replace(rules, keep_threshold=0.5)
+    (cut,) = resolve(evicting, "chat", truncate_prompt_tokens=kept, **system).prompts
+    assert sum(sizes) <= (CONTEXT + 64) * rules.tokenizer.longest_bytes
 
 
 def test_only_own_tokens_are_reasons_to_stop(rules: RequestRules) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
-from diptych.request import TRAITS, SamplingParams, Tenancy
+from diptych.request import CONTINUED, SamplingParams, Tenancy
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
 SILENCE_S = 10.0
@@ -230,9 +230,10 @@ class Hello(ChannelMessage, frozen=True):
     # Of a worker on a GPU, whose steps are large: prompt tokens that may wait there.
     block_sequences: int = 0
     block_tokens: int = 0
-    # The policy by which it computes them, as text; and what it continues exactly where another worker stopped.
+    # The policy by which it computes them, as text; and what it continues exactly where another worker stopped, or
+    # knows of requests at all (`diptych.request.TRAITS`). Workers that do not say so continue everything.
     block_policy: str = ""
-    traits: tuple[str, ...] = TRAITS
+    traits: tuple[str, ...] = CONTINUED
     # Whether it can pool prompts (`diptych.request.Pooling`).
     pools: bool = False
 

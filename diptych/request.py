@@ -111,7 +111,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 # What a worker may be able to continue exactly where another one stopped (`diptych.messages.Hello.traits`): a grammar
 # and a budget of thoughts, penalties and bad words that look at the tokens of the answer, and the noise of a seed.
-GRAMMAR, PENALTIES, SEED = TRAITS = ("grammar", "penalties", "seed")
+GRAMMAR, PENALTIES, SEED = CONTINUED = ("grammar", "penalties", "seed")
+# What a worker may know of requests at all: tokens that are named (allowed ones, bad words, a choice). Workers of
+# before do not say so, and would pass them over.
+BANS = "bans"
+TRAITS = (*CONTINUED, BANS)
 
 # The priorities that a client may ask for; lower ones are served sooner.
 MIN_PRIORITY, MAX_PRIORITY = -10, 10

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from decode_worker.kv_fetcher import KvFetcher
 from diptych.messages import Hello
-from diptych.request import SEED
+from diptych.request import BANS, SEED
 from diptych.specs import WorkerSpec
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.transfer_buffer import TransferBuffer
@@ -69,11 +69,11 @@ class VllmRoles:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """What the worker continues exactly where another one stopped (`diptych.request.TRAITS`).
+        """What the worker continues exactly where another one stopped, or knows at all (`diptych.request.TRAITS`).
 
         vLLM begins the state of grammars and penalties anew with each request.
         """
-        return (SEED,) if self._engine.port.facts.seeds_by_position else ()
+        return (SEED, BANS) if self._engine.port.facts.seeds_by_position else (BANS,)
 
     def make_prefill(
         self, link: GatewayLink, hello: Hello, sources: OfferedTransports

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diptych.request import GRAMMAR, PENALTIES, SEED, SamplingParams
+from diptych.request import BANS, GRAMMAR, PENALTIES, SEED, SamplingParams
 
 NO_TRAITS: frozenset[str] = frozenset()
+_BANS = frozenset({BANS})
 
 
 def can_continue(sampling: SamplingParams, traits: Collection[str]) -> bool:
@@ -35,3 +36,9 @@ def traits_to_continue(sampling: SamplingParams) -> frozenset[str]:
         SEED: sampling.seeded and sampling.temperature > 0,
     }
     return frozenset(trait for trait, needed in needs.items() if needed)
+
+
+def traits_to_begin(sampling: SamplingParams) -> frozenset[str]:
+    """The traits that every worker of such a request needs: one without them would pass over what it asks for."""
+    is_choice = sampling.grammar is not None and sampling.grammar.kind == "choice"
+    return _BANS if sampling.allowed_token_ids or sampling.bad_words or is_choice else NO_TRAITS

@@ -79,7 +79,10 @@ class WorkerGrace:
             problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
             return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
         if state.kind.traits and not self.capabilities.can_continue_somewhere(state.kind.traits):
-            return NOT_CONTINUABLE.failure("no worker that is left can continue the answer exactly")
+            if state.request.output:
+                return NOT_CONTINUABLE.failure("no worker that is left can continue the answer exactly")
+            names = " and ".join(sorted(state.kind.traits))
+            return NO_WORKERS.failure(f"the workers are older than the gateway, and do not know: {names}")
         listed = describe_classes([worker_state.hello for worker_state in workers.values()])
         if version is None and state.kv_class is not None and not self.capabilities.is_known(state.kv_class):
             return NO_WORKERS.failure(f"no worker has KV of the class {state.kv_class}: {listed}")

@@ -13,7 +13,7 @@ from diptych.eviction_report import KeptReport
 from diptych.messages import Offer, Output
 from diptych.request import TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
-from router.requests.continuable import NO_TRAITS, can_continue, traits_to_continue
+from router.requests.continuable import NO_TRAITS, can_continue, traits_to_begin, traits_to_continue
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
 from router.routing.class_choice import ASKED, DEFAULT, BesideNeed, ClassDecision
 from router.routing.credits import (
@@ -70,7 +70,7 @@ class RequestKind(NamedTuple):
 
     `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
     dropped in this class. `bulk`: it is bulk work, which one worker does alone. `traits` are those that they need to
-    continue its answer. `pools`: it is pooled, and has no answer.
+    serve it, or to continue its answer. `pools`: it is pooled, and has no answer.
     """
 
     version: AnswerVersion | None = None
@@ -226,8 +226,13 @@ class RequestState:
 
     @property
     def traits_to_go_on(self) -> frozenset[str]:
-        """The traits that the workers of the next attempt need: none as long as no token was delivered."""
-        return traits_to_continue(self.request.sampling) if self.request.output else NO_TRAITS
+        """The traits that the workers of the next attempt need; those to continue only if tokens were delivered."""
+        return self._traits_needed(bool(self.request.output))
+
+    def _traits_needed(self, continues: bool) -> frozenset[str]:
+        sampling = self.request.sampling
+        begins = traits_to_begin(sampling)
+        return begins | traits_to_continue(sampling) if continues else begins
 
     @property
     def kv_reason(self) -> str:
@@ -265,7 +270,7 @@ class RequestState:
         """
         if self.attempt_version is None:
             return self.need
-        traits = NO_TRAITS if self.deferred else traits_to_continue(self.request.sampling)
+        traits = self._traits_needed(not self.deferred)
         return replace(self.need, kv_class=self.attempt_version.kv_class, traits=traits)
 
     @property

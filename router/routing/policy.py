@@ -65,7 +65,8 @@ class RoutingNeed:
     `whole_tokens` are the first tokens of its prompt whose KV a decode worker may share, if it drops some of the
     others, and `handed_tokens` are those whose KV it then gets; None: it drops none.
     `beside` is what other sequences of its HTTP request will need in the class that it gets. `traits` are those that
-    its workers need to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by one worker.
+    its workers need to serve it, or to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by
+    one worker.
     """
 
     prompt_tokens: int

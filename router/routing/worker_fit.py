@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diptych.chunks import AUTO_CLASS
 from diptych.messages import Hello
-from diptych.request import TRAITS
+from diptych.request import CONTINUED
 from router.routing.kv_classes import classes_of
 
 
@@ -19,8 +19,8 @@ def find_misfit(hello: Hello, tokenizer: str = "", kv_keep: float = 1.0) -> str 
     theirs = hello.identity.get("tokenizer", tokenizer)
     if tokenizer and theirs != tokenizer:
         return f"its tokenizer is {theirs}, and the gateway's is {tokenizer}: start both with the same model"
-    if hello.keep_classes and not set(TRAITS).issubset(hello.traits):
-        lacks = " and ".join(trait for trait in TRAITS if trait not in hello.traits)
+    if hello.keep_classes and not set(CONTINUED).issubset(hello.traits):
+        lacks = " and ".join(trait for trait in CONTINUED if trait not in hello.traits)
         return f"it evicts KV, but cannot continue {lacks} exactly: only workers that do both may evict"
     default = AUTO_CLASS if hello.kv_auto else next(iter(classes_of(hello)))
     if kv_keep < 1 and default not in hello.keep_classes:

@@ -11,7 +11,7 @@ import pytest
 from diptych.channel.keys import make_keys
 from diptych.errors import ConfigError
 from diptych.messages import Hello
-from diptych.request import SEED
+from diptych.request import BANS, SEED
 from diptych.specs import WorkerSpec
 from router.routing.fleet import describe_mismatch
 from router.routing.kv_classes import can_exchange_kv
@@ -64,7 +64,7 @@ def test_slabs_are_vllms_blocks_and_kv_leaves_through_the_buffer(parts: WorkerPa
     assert list(parts.class_slabs.values()) == [34] and parts.kv is None
     assert parts.pool.num_slabs == (1 << 20) // parts.layout.chunk_bytes == 2048
     assert parts.books.used == 0 and parts.books.owners() == {"vLLM": 0, "copies": 0}
-    assert parts.roles is not None and parts.roles.traits == (SEED,) and parts.waiting_tokens == 1024
+    assert parts.roles is not None and parts.roles.traits == (SEED, BANS) and parts.waiting_tokens == 1024
 
 
 def test_a_step_that_prefills_a_whole_prompt_does_not_count_as_hanging(

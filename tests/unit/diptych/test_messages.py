@@ -24,7 +24,7 @@ from diptych.messages import (
     ToWorker,
     WorkerStats,
 )
-from diptych.request import TRAITS, Grammar, SamplingParams, Tenancy
+from diptych.request import CONTINUED, Grammar, SamplingParams, Tenancy
 
 KINDS = [
     *((ToWorker, kind) for kind in get_args(ToWorker)),
@@ -94,7 +94,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
     old = decode_until(Hello, "ended")
-    assert isinstance(old, Hello) and old.traits == TRAITS, "workers of before could continue everything"
+    assert isinstance(old, Hello) and old.traits == CONTINUED, "workers of before could continue everything"
     assert (old.ended, old.kv_classes, old.raw_chunk_bytes, old.worker) == ("", {}, 0, "text")
     assert (old.kv_losses, old.kv_auto, old.keep_classes) == ({}, False, [])
     assert (old.log_file, old.block_sequences, old.block_tokens) == ("", 0, 0)

@@ -8,8 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych.request import GRAMMAR, PENALTIES, SEED, TRAITS, Grammar, SamplingParams, ThoughtBudget
-from router.requests.continuable import can_continue, traits_to_continue
+from diptych.request import (
+    BANS,
+    CONTINUED,
+    GRAMMAR,
+    PENALTIES,
+    SEED,
+    Grammar,
+    SamplingParams,
+    ThoughtBudget,
+)
+from router.requests.continuable import NO_TRAITS, can_continue, traits_to_begin, traits_to_continue
 
 PLAIN = SamplingParams(max_tokens=8, seed=1, temperature=0.0)
 NEEDS: dict[str, dict[str, Any]] = {
@@ -17,7 +26,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     PENALTIES: {"presence_penalty": 0.5},
     SEED: {"temperature": 0.7},
 }
-SUBSETS = [frozenset(names) for names in chain.from_iterable(combinations(TRAITS, n) for n in range(4))]
+SUBSETS = [frozenset(names) for names in chain.from_iterable(combinations(CONTINUED, n) for n in range(4))]
 # What depends on the tokens so far alone, in every way that they may be divided into prompt and answer.
 HARMLESS: dict[str, Any] = {
     "repetition_penalty": 1.3,
@@ -60,6 +69,23 @@ def test_either_penalty_of_the_answer_counts(name: str, value: float) -> None:
 def test_a_budget_of_thoughts_follows_the_answer_as_a_grammar_does() -> None:
     thought = ThoughtBudget(begin=(3,), ends=(4,), tokens=5)
     assert traits_to_continue(msgspec.structs.replace(PLAIN, thought=thought)) == {GRAMMAR}
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"allowed_token_ids": (3,)}, {BANS}),
+        ({"bad_words": ((3,),)}, {BANS}),
+        ({"bad_words": ((3, 4),)}, {BANS}),
+        ({"grammar": Grammar("choice", '["a"]')}, {BANS}),
+        ({"grammar": Grammar("regex", "a")}, NO_TRAITS),
+        ({"logit_bias": {3: 1.0}, "prompt_logprobs": 1}, NO_TRAITS),
+    ],
+)
+def test_who_does_not_know_what_is_asked_for_may_not_even_begin(
+    changes: dict[str, Any], needed: frozenset[str]
+) -> None:
+    assert traits_to_begin(msgspec.structs.replace(PLAIN, **changes)) == needed
 
 
 def test_noise_that_no_client_asked_for_may_be_any() -> None:

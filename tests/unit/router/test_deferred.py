@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from diptych.messages import Admit, Drain, Logprob, Offer, Output, Prefill, Pulled, Step, SwitchRole
-from diptych.request import RequestStage
+from diptych.request import CONTINUED, RequestStage
 from router.effects import (
     AttemptRetried,
     DeliverTokens,
@@ -322,6 +322,37 @@ def test_an_answer_waits_for_a_worker_that_can_go_on_and_may_come_back() -> None
     world.join("decode-0")
     world.flush("decode-0")
     assert decode_worker(world) == "decode-0"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_named_tokens_go_only_to_workers_that_know_them(temperature: float) -> None:
+    """During an upgrade: the newer prefill worker and decode worker get them, and without those nobody."""
+    world = FakeDeployment()
+    newer, older = ("prefill-1", "decode-1"), ("prefill-0", "decode-0")
+    for name in (*older, *newer):
+        world.join(name, traits=None if name in newer else CONTINUED)
+    for name in (*older, *newer):
+        world.flush(name)
+
+    def arrive(name: str) -> None:
+        request = make_request(name, temperature=temperature)
+        request.sampling = msgspec.structs.replace(request.sampling, allowed_token_ids=(5, 6))
+        world.do(RequestArrived(request))
+
+    for name in ("first", "second", "third"):
+        arrive(name)
+        pair = world.relay.live[name].pair
+        assert pair is not None and (pair.prefill, pair.decode) == newer
+    world.arrive("plain", temperature=temperature)
+    pair = world.relay.live["plain"].pair
+    assert pair is not None and (pair.prefill, pair.decode) == older
+    for name in newer:
+        world.join(name, "killed", traits=CONTINUED)
+    assert ended(world, "first")[:2] == (503, "no_workers")
+    arrive("late")
+    assert ended(world, "late")[:2] == (503, "no_workers")
+    failure = world.terminal["late"]
+    assert isinstance(failure, FailRequest) and "do not know: bans" in failure.failure.message
 
 
 # ---- drains and changes of role

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from diptych.messages import Hello
-from diptych.request import TRAITS
+from diptych.request import CONTINUED, TRAITS
 from router.effects import WorkerUnfit, WorkerUp
 from router.routing.fleet import Fleet
 from router.routing.worker_fit import find_misfit
@@ -46,7 +46,7 @@ def test_workers_that_can_evict_what_requests_get_do_fit(worker: Hello) -> None:
 
 def test_who_evicts_has_to_continue_everything() -> None:
     """A first token that was deferred could not be drawn from KV of which something was dropped."""
-    for traits, fits in ((TRAITS, True), (TRAITS[1:], False), ((), False)):
+    for traits, fits in ((TRAITS, True), (CONTINUED, True), (TRAITS[1:], False), ((), False)):
         problem = find_misfit(hello(keep=("raw",), traits=traits))
         assert (problem is None) == fits and find_misfit(hello(traits=traits)) is None
         assert problem is None or "cannot continue grammar" in problem

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from diptych.errors import RequestError
-from diptych.request import Grammar, SamplingParams
+from diptych.request import Grammar, Pooling, SamplingParams
+from engine.model.pooling import ModelPooler
 from router.routing.prefix_index import name_chunks
 from services.gateway.openai.resolve import Prompt, ResolvedRequest, make_prompt
 from services.gateway.openai.tenancy import Caller
@@ -20,6 +21,7 @@ from services.gateway.preparation.preparation_job import PreparedRequest
 from services.gateway.preparation.resolve_body import ROUTES, resolve_body
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 
+POOLER = ModelPooler(Pooling("last", normalize=True), size=8)
 MESSAGES = [{"role": "user", "content": "hi"}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 ANSWER = {"type": "json_schema", "schema": {"type": "object"}}
@@ -35,6 +37,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "count_tokens": {"model": "toy", "messages": MESSAGES, "output_config": {"format": ANSWER}},
     "tokenize": {"prompt": "hi"},
     "detokenize": {"tokens": [1, 2]},
+    "embedding": {"model": "toy", "input": "hi"},
+    "rerank": {"model": "toy", "query": "hi", "documents": ["hi"]},
+    "score": {"model": "toy", "text_1": "hi", "text_2": "hi"},
 }
 
 
@@ -82,12 +87,15 @@ STEPS = {
     "count_tokens": "parse_body build_grammar parse_chat_messages check_grammar render_conversation encode",
     "tokenize": "parse_body encode",
     "detokenize": "parse_body",
+    "embedding": "parse_body encode",
+    "rerank": "parse_body encode encode",
+    "score": "parse_body encode encode",
 }
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_step_is_done_once_and_in_order(route: str, rules: RequestRules, calls: list[str]) -> None:
-    resolve(route, rules, calls)
+    resolve(route, replace(rules, pooler=POOLER), calls)
     assert " ".join(calls) == STEPS[route]
 
 

@@ -82,7 +82,7 @@ def _read_modules(folder: Path, config: dict[str, Any]) -> ModelPooler | None:
         raise ValueError(f"a module is not in a folder beside {MODULES_FILE}: {' '.join(names)}")
     if kinds[:1] != ["Transformer"] or chain not in (("Pooling",), ("Pooling", "Normalize"), ("LogitScore",)):
         return ModelPooler(why=f"its {MODULES_FILE} asks for {', '.join(kinds)}")
-    settings = json.loads((folder / names[1] / "config.json").read_bytes())
+    settings = load_model_config(folder / names[1])  # without a family, so as it is written
     if chain == ("LogitScore",):
         tokens = [settings.get("false_token_id"), settings["true_token_id"]]
         return _score_by(tuple(int(token) for token in tokens if token is not None))

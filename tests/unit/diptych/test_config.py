@@ -119,6 +119,7 @@ def example(kind: ValueKind) -> str:
         "true",
         "false",
         "never",
+        "ignore",
         "advise",
         "json",
         "tcp://x:1",

@@ -146,7 +146,7 @@ def test_a_wrong_file_fails_its_batch_before_any_line_runs(
     [
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "8d"}, "completion_window"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"metadata": {f"{n}": "" for n in range(17)}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),

@@ -185,7 +185,9 @@ def test_the_error_of_a_part_is_recorded_in_words(tmp_path: Path, monkeypatch: p
 
 
 def test_limits_fit_into_eight_minutes_and_aims_can_be_compared() -> None:
-    assert sum(part.limit_s for part in gpu_check.PARTS) + gpu_check.SPARE_S <= gpu_check.TOTAL_S == 480
+    limits_s = {part.name: part.limit_s for part in gpu_check.PARTS}
+    assert limits_s.pop(gpu_check.VLLM_PART) == gpu_check.VLLM_S  # which come on top
+    assert sum(limits_s.values()) + gpu_check.SPARE_S <= gpu_check.TOTAL_S == 480
     assert gpu_check.PARTS[0].name == gpu_check.FIRST_PART
     for part in gpu_check.PARTS:
         assert not any(gpu_check.is_met(None, aim) for aim in part.aims.values())

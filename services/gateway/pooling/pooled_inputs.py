@@ -169,6 +169,13 @@ def _read_pairs(
         if len(pairs.pairs) > rules.limits.max_inputs:
             raise _too_many_error(pairs.field, len(pairs.pairs), rules)
         texts, said = pairs.texts, fields.instruction
+        # A query stands in the prompt of each of its documents, so that a small body could ask for gigabytes.
+        num_chars = sum(len(texts[i]) + len(texts[j]) + len(said or "") for i, j in pairs.pairs)
+        if num_chars > (most := rules.limits.max_body_bytes):
+            problem = (
+                f"makes prompts of {num_chars} characters with the texts before it; at most {most} are read"
+            )
+            raise invalid_value_error(pairs.field, problem)
         sources = [render_pair(rules.tokenizer, texts[i], texts[j], said) for i, j in pairs.pairs]
         # The template has what the model expects around a prompt.
         return PooledInputs(sources, False, pairs.field, _pooling_of(pooler), answer)

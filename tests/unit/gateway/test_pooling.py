@@ -33,7 +33,11 @@ from tests.support.pooling_models import write_modules
 
 EMBEDDER = ModelPooler(Pooling("last", normalize=True), size=8)
 SCORER = ModelPooler(Pooling("score", tokens=(5, 6)), size=1)
-FORMATS = {"embedding": EmbeddingFormat, "rerank": RerankFormat, "score": ScoreFormat}
+FORMATS: dict[str, type[EmbeddingFormat] | type[RerankFormat] | type[ScoreFormat]] = {
+    "embedding": EmbeddingFormat,
+    "rerank": RerankFormat,
+    "score": ScoreFormat,
+}
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +275,14 @@ def test_a_file_that_cannot_be_read_stops_the_start(tmp_path: Path, text: str) -
     with pytest.raises(ModelError) as caught:
         pooler_of(folder)
     assert len(str(caught.value).splitlines()) <= 6
+
+
+def test_a_query_does_not_multiply_a_body_beyond_its_bound(tokenizer: GatewayTokenizer) -> None:
+    rules, query = rules_of(tokenizer, SCORER, max_body_bytes=100), "q" * 24
+    assert len(resolve("rerank", rules, model="toy", query=query, documents=["d"] * 4).prompts) == 4
+    with pytest.raises(RequestError, match="'documents' makes prompts of 125 characters"):
+        resolve("rerank", rules, model="toy", query=query, documents=["d"] * 5)
+    with pytest.raises(RequestError, match="'text_2' makes prompts of 124 characters"):
+        resolve("score", rules, model="toy", text_1=query, text_2=["d"] * 4, instruction="i" * 6)
+    rules = rules_of(tokenizer, EMBEDDER, max_body_bytes=100)
+    assert len(resolve("rerank", rules, model="toy", query=query, documents=["d"] * 5).prompts) == 6

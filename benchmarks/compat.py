@@ -34,7 +34,6 @@ from benchmarks.load.deployment import serving_deployment
 ROOT = Path(__file__).parents[1]
 CLIENTS = Path(__file__).parent / "compat_clients"
 MODEL, KEY, CONTEXT_TOKENS, ANSWER_TOKENS, CLIENT_S = "tiny", "sk-" + "c" * 40, 65_536, 96, 900.0
-SCHEMA_PACKAGES = ("openai", "anthropic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,16 @@ ALL_CLIENTS = (
 )  # fmt: skip
 
 
+# Not a client: the types that answers are checked against.
+SCHEMAS = CompatClient("schemas", "pip", ("openai", "anthropic"), ())
+
+
+def torch_constraint() -> str:
+    """The version of torch, should a client ask for it, as Diptych's own environment has it."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.startswith("torch=="))
+
+
 def install_packages(folder: Path, client: CompatClient) -> str:
     """Install a client's packages where they are not, and return the version of the first one.
 
@@ -97,7 +106,10 @@ def install_packages(folder: Path, client: CompatClient) -> str:
         python = folder / "env" / "bin" / "python"
         if not (folder / "done").exists():
             subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *client.packages], check=True)
+            limits = folder / "constraints.txt"
+            limits.write_text(torch_constraint(), encoding="utf-8")
+            pip = [str(python), "-m", "pip", "install", "-q", "--constraint", str(limits), *client.packages]
+            subprocess.run(pip, check=True)
             (folder / "done").touch()
         ask = f"from importlib.metadata import version; print(version({client.packages[0]!r}))"
         return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
@@ -153,7 +165,6 @@ def make_long_model(folder: Path) -> Path:
 
 def find_invalid(answers: list[RecordedAnswer], folder: Path) -> list[str]:
     """What the published schemas do not take, checked where these packages are installed."""
-    install_packages(folder, CompatClient("schemas", "pip", SCHEMA_PACKAGES, ()))
     checking = subprocess.run(
         [folder / "env/bin/python", CLIENTS / "check_answers.py"],
         input=json.dumps([answer.as_json() for answer in answers]),
@@ -166,6 +177,7 @@ def find_invalid(answers: list[RecordedAnswer], folder: Path) -> list[str]:
 def measure(clients: list[CompatClient], tools: Path) -> dict[str, Any]:
     """Run the clients one after the other."""
     versions = {client.name: install_packages(tools / client.name, client) for client in clients}
+    install_packages(tools / SCHEMAS.name, SCHEMAS)
     found: dict[str, Any] = {"clients": {}, "failures": {}}
     answers: list[RecordedAnswer] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -184,7 +196,7 @@ def measure(clients: list[CompatClient], tools: Path) -> dict[str, Any]:
                 answered = sum(one.status < 400 for one in mine)
                 found["clients"][client.name] = {"version": versions[client.name], "answered": answered}
     refused = [f"{one.path} {one.status}: {one.text[:300]}" for one in answers if one.status >= 400]
-    invalid = find_invalid(answers, tools / "schemas")
+    invalid = find_invalid(answers, tools / SCHEMAS.name)
     return found | {
         "refused": len(refused), "invalid": len(invalid), "failed": len(found["failures"]),
         "refusals": refused[:20], "wrong": invalid[:20],
@@ -201,7 +213,12 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", choices=names, default=names, help="which clients")
     parser.add_argument("--tools", type=Path, default=ROOT / ".run/compat", help="where they are installed")
     options = parser.parse_args()
-    found = measure([one for one in ALL_CLIENTS if one.name in options.clients], options.tools.resolve())
+    try:
+        found = measure([one for one in ALL_CLIENTS if one.name in options.clients], options.tools.resolve())
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"a client cannot be installed or answers not checked: {error}\nIt needs pip, npm and their registries."
+        )
     if options.json:
         print(json.dumps(found))
     else:

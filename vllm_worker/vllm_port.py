@@ -36,7 +36,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
-class _VllmRequest:
+class _NamedRequest:
     """A request in vLLM: its name there, and what the port still has to know of it."""
 
     name: str
@@ -79,7 +79,7 @@ class VllmPort:
             FinishReason.ABORT: "error",
         }
         self._end_id: int | None = inputs.renderer.get_eos_token_id()
-        self._entries: dict[str, _VllmRequest] = {}
+        self._entries: dict[str, _NamedRequest] = {}
         self._keys: dict[str, str] = {}
         self._numbers = count()
         self._counts = PortCounts()
@@ -122,7 +122,7 @@ class VllmPort:
             raise_if_lost(error)
             raise self._refusal(request, error) from error
         self._core.add_request(ready, wave)
-        self._entries[request.key], self._keys[name] = _VllmRequest(name, request), request.key
+        self._entries[request.key], self._keys[name] = _NamedRequest(name, request), request.key
         self._idle = False
 
     def _refusal(self, request: PortRequest, error: Exception) -> PortRefused:
@@ -237,7 +237,7 @@ class VllmPort:
             if self.exchange is not None:
                 self.exchange.close()
 
-    def _forget(self, key: str) -> _VllmRequest:
+    def _forget(self, key: str) -> _NamedRequest:
         entry = self._entries.pop(key)
         del self._keys[entry.name]
         return entry

@@ -32,7 +32,7 @@ class ModelPooler:
     """
 
     pooling: Pooling | None = None
-    why: str = ""
+    why: str = "its folder does not say how"
     size: int = 0
     sizes: tuple[int, ...] | None = None
 

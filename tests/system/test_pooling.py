@@ -9,7 +9,6 @@ import base64
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,7 +111,7 @@ def test_a_prefill_worker_dies_and_nobody_sees_it(pair: Served, oracle: Any) -> 
     texts = [[f"{i}{j}" + "x" * 480 for j in range(40)] for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(post, pair, "/v1/embeddings", input=some) for some in texts]
-        time.sleep(0.3)
+        wait_for(lambda: pair.metric("vllm:num_requests_running", engine="prefill-0") > 0)
         os.kill(pair.worker("prefill-0").pid, signal.SIGKILL)
         answers = [one.result() for one in asked]
     for answer, some in zip(answers, texts, strict=True):

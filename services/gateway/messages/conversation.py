@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.openai.parse_body import missing_parameter_error
 from services.gateway.openai.schemas.messages_request import ContentBlock, ConversationFields, InputMessage
 from services.gateway.openai.schemas.request_schema import Message
+from services.gateway.openai.translated import PlacedMessages
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 # What begins the line by which Claude Code is billed. It is another one in each request, so that no prefix would ever
@@ -21,16 +22,13 @@ BREAK = "\n\n"
 
 
 @dataclass(slots=True)
-class BlockMessages:
-    """The messages of a chat, and where each comes from, as errors name it."""
-
-    messages: list[Message] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
+class BlockMessages(PlacedMessages):
+    """The messages of a chat, made of messages of blocks."""
 
     def add_message(self, message: InputMessage, where: str) -> None:
         """Add a message. Raises RequestError (400) if it has what a chat cannot have."""
         if isinstance(message.content, str):
-            self._add(Message(role=message.role, content=message.content), where)
+            self.append_message(Message(role=message.role, content=message.content), where)
         elif message.role == "assistant":
             self._add_answer(message.content, where)
         else:
@@ -42,7 +40,7 @@ class BlockMessages:
 
         def end_text() -> None:
             if texts:
-                self._add(Message(role=message.role, content=BREAK.join(texts)), where)
+                self.append_message(Message(role=message.role, content=BREAK.join(texts)), where)
                 texts.clear()
 
         for i, block in enumerate(blocks):
@@ -53,7 +51,7 @@ class BlockMessages:
                     raise missing_parameter_error(f"{place}.tool_use_id")
                 text = _join_texts(block.content or [], f"{place}.content", BREAK)
                 text = ERROR_MARK + text if block.is_error else text
-                self._add(Message(role="tool", content=text, tool_call_id=block.tool_use_id), place)
+                self.append_message(Message(role="tool", content=text, tool_call_id=block.tool_use_id), place)
             else:
                 texts.append(_read_text(block, place))
         end_text()
@@ -80,11 +78,7 @@ class BlockMessages:
         message = Message(
             role="assistant", content=content, tool_calls=calls or None, reasoning_content=thought
         )
-        self._add(message, where)
-
-    def _add(self, message: Message, where: str) -> None:
-        self.messages.append(message)
-        self.places.append(where)
+        self.append_message(message, where)
 
 
 def list_messages(request: ConversationFields) -> BlockMessages:

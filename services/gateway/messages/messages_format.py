@@ -1,6 +1,7 @@
 """Makes the response bodies of `/v1/messages`: whole, and as events of a stream.
 
-A call is told when it is complete, for clients run what begins as one: if its arguments are no object, it is text.
+A call is sent when it is complete, since clients run whatever begins as a call: if its arguments are no JSON object, it
+is sent as text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from services.gateway.generation.formats import ResponseHead, UsageField, named_
 from services.gateway.generation.logprob_json import LogprobJson
 from services.gateway.generation.output_text import CHAR_BYTES, OutputPiece, OutputText
 from services.gateway.http.error_shapes import message_error
-from services.gateway.messages.translate import RouteFields
+from services.gateway.messages.translate import MessageRouteFields
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.schemas.messages_objects import (
     AnswerBlock,
@@ -56,11 +57,17 @@ PREFIX = "msg_"
 
 @dataclass(slots=True)
 class OpenCall:
-    """The call that is being written, with the pieces of its arguments."""
+    """The call that is being written, with the pieces of its arguments and roughly their memory."""
 
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add_arguments(self, text: str) -> None:
+        """Add a piece of the arguments."""
+        self.arguments.append(text)
+        self.num_bytes += CHAR_BYTES * len(text)
 
 
 class MessagesFormat:
@@ -70,7 +77,7 @@ class MessagesFormat:
 
     def __init__(self, head: ResponseHead, resolved: ResolvedRequest, logprob_json: LogprobJson) -> None:
         self.head, self.resolved = head, resolved
-        self._asked = msgspec.json.decode(resolved.route_fields, type=RouteFields)
+        self._asked = msgspec.json.decode(resolved.route_fields, type=MessageRouteFields)
         # The block that is being written, if any, and how many have begun.
         self._kind: BlockKind | None = None
         self._num_blocks = self._num_calls = 0
@@ -81,7 +88,7 @@ class MessagesFormat:
     @property
     def kept_bytes(self) -> int:
         """Roughly the memory of the call that is being written."""
-        return 0 if self._call is None else CHAR_BYTES * sum(map(len, self._call.arguments))
+        return 0 if self._call is None else self._call.num_bytes
 
     def begin_events(self, choice: int, used: UsageField = UNSET) -> list[bytes]:
         """The message, without content."""
@@ -103,7 +110,7 @@ class MessagesFormat:
             return []
         if part.kind == "arguments":
             assert self._call is not None
-            self._call.arguments.append(part.text)
+            self._call.add_arguments(part.text)
             return []
         events = self._end_call()
         if part.kind == "reasoning":
@@ -181,7 +188,7 @@ class MessagesFormat:
         return ToolUseBlock(call.id, call.name, Raw(arguments.encode()) if is_object else {})
 
     def _end_call(self, is_cut: bool = False) -> list[bytes]:
-        """Tell the open call, if any."""
+        """The events of the open call, if any, which is complete or cut."""
         call, self._call = self._call, None
         if call is None:
             return []

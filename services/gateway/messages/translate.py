@@ -43,7 +43,7 @@ NAMES = {
 PARTS = {".function.parameters": ".input_schema", ".function.": ".", ".tool_call_id": ".tool_use_id"}
 
 
-class RouteFields(msgspec.Struct, frozen=True):
+class MessageRouteFields(msgspec.Struct, frozen=True):
     """What the format of a message needs to know of its request.
 
     `max_tokens` is the length that was asked for; the context may leave less. With `hides_thoughts` they are left out
@@ -74,7 +74,7 @@ def translate_messages(request: MessagesRequest, rules: RequestRules) -> Transla
     return _translate(
         request,
         rules,
-        msgspec.json.encode(RouteFields(request.max_tokens, hides)),
+        msgspec.json.encode(MessageRouteFields(request.max_tokens, hides)),
         max_completion_tokens=request.max_tokens,
         stop=request.stop_sequences,
         stream=request.stream,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
-from services.gateway.openai.schemas.request_schema import ChatRequest
+from services.gateway.openai.schemas.request_schema import ChatRequest, Message
 
 INDEXED = re.compile(r"(messages|tools)\[(\d+)\].*", re.DOTALL)
 
@@ -54,6 +54,19 @@ class FieldNames:
             yield
         except RequestError as error:
             raise RequestError(self.rename_failure(error.failure)) from error
+
+
+@dataclass(slots=True)
+class PlacedMessages:
+    """The messages of a chat, and where in the route's body each comes from, as errors name it."""
+
+    messages: list[Message] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    def append_message(self, message: Message, where: str) -> None:
+        """Add a message that comes from the field `where`."""
+        self.messages.append(message)
+        self.places.append(where)
 
 
 @dataclass(frozen=True, slots=True)

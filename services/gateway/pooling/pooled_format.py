@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -34,7 +35,7 @@ MIN_LENGTH = 1e-8
 
 
 @dataclass(frozen=True)
-class PooledFormat(ChunkEvents):
+class PooledFormat(ChunkEvents, ABC):
     """The format of `OutputFormat` for answers without text, which are never streamed."""
 
     head: ResponseHead
@@ -73,13 +74,13 @@ class PooledFormat(ChunkEvents):
             yield b"," * (place > 0) + msgspec.json.encode(item)
         yield b"]" + after
 
+    @abstractmethod
     def empty_body(self, usage: PooledUsage, details: DetailsField) -> tuple[msgspec.Struct, bytes]:
         """The response without items, and the field that they belong to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def list_items(self, texts: Sequence[OutputText]) -> Iterator[msgspec.Struct]:
         """The items of the response."""
-        raise NotImplementedError
 
 
 class EmbeddingFormat(PooledFormat):

@@ -13,6 +13,7 @@ from typing import Any
 from services.gateway.openai.parse_body import missing_parameter_error
 from services.gateway.openai.schemas.request_schema import Message
 from services.gateway.openai.schemas.responses_request import InputItem, ItemPart, ResponsesRequest
+from services.gateway.openai.translated import PlacedMessages
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -26,11 +27,9 @@ def seal_thought(text: str) -> str:
 
 
 @dataclass(slots=True)
-class ItemMessages:
-    """The messages of a chat, and the item that each comes from, as errors name it."""
+class ItemMessages(PlacedMessages):
+    """The messages of a chat, made of items."""
 
-    messages: list[Message] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
     # The assistant's message that further items may belong to.
     _place: str = ""
     _thought: str | None = None
@@ -56,7 +55,7 @@ class ItemMessages:
             if item.call_id is None:
                 raise missing_parameter_error(f"{where}.call_id")
             output = _join_parts(item.output, f"{where}.output")
-            self._add(Message(role="tool", content=output, tool_call_id=item.call_id), where)
+            self.append_message(Message(role="tool", content=output, tool_call_id=item.call_id), where)
         else:
             problem = (
                 f"'{kind[:40]}' is not supported: only messages, functions and thoughts of this server are"
@@ -71,7 +70,7 @@ class ItemMessages:
             message = Message(
                 role="assistant", content=text, tool_calls=calls, reasoning_content=self._thought
             )
-            self._add(message, self._place)
+            self.append_message(message, self._place)
             self._place, self._thought, self._text, self._calls = "", None, None, []
 
     def _add_message(self, item: InputItem, where: str) -> None:
@@ -85,14 +84,10 @@ class ItemMessages:
             self._text = text
         else:
             self.end_message()
-            self._add(Message(role=item.role, content=text), where)
+            self.append_message(Message(role=item.role, content=text), where)
 
     def _open(self, where: str) -> None:
         self._place = self._place or where
-
-    def _add(self, message: Message, where: str) -> None:
-        self.messages.append(message)
-        self.places.append(where)
 
 
 def list_messages(request: ResponsesRequest) -> ItemMessages:

@@ -1,4 +1,4 @@
-"""Builds the items of a response from the parts of an answer, and the events that tell of them.
+"""Builds the items of a response from the parts of an answer, and the events of a stream about them.
 
 reasoning:      added ─▶ part added ─▶ deltas ─▶ text done ─▶ part done ─▶ item done
 message:        the same
@@ -94,7 +94,7 @@ class OutputItems:
     """The items of one answer, in order. Each method gives the events of what it does, which is done as they are read.
 
     Item ids follow from `name`, the response's own. `call_id` makes the ids of calls. `summary` and `sealed` are those
-    of `translate.RouteFields`. `pad` makes what hides the length of a text.
+    of `translate.ResponseRouteFields`. `pad` makes what hides the length of a text.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class OutputItems:
         yield from self.end_item("incomplete" if is_cut else "completed")
 
     def abandon_item(self) -> None:
-        """The answer has failed: the open item ends here, and nobody is told."""
+        """The answer has failed: the open item ends here, without events."""
         number = self._number
         for _ in self.end_item("incomplete"):
             pass

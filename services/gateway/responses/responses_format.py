@@ -38,7 +38,7 @@ from services.gateway.openai.schemas.responses_objects import (
 )
 from services.gateway.parsing.answer_parts import AnswerPart
 from services.gateway.responses.output_items import OutputItems
-from services.gateway.responses.translate import RouteFields
+from services.gateway.responses.translate import ResponseRouteFields
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 # How often a stream writes what it repeats of its request.
@@ -52,7 +52,7 @@ class ResponsesFormat:
 
     def __init__(self, head: ResponseHead, resolved: ResolvedRequest, logprob_json: LogprobJson) -> None:
         self.head, self.resolved, self.logprob_json = head, resolved, logprob_json
-        asked = msgspec.json.decode(resolved.route_fields, type=RouteFields)
+        asked = msgspec.json.decode(resolved.route_fields, type=ResponseRouteFields)
         self._repeated = bytes(asked.repeated)
         is_short = resolved.context is not None and resolved.context.short_ids
         self._items = OutputItems(

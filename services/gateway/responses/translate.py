@@ -45,7 +45,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-class RouteFields(msgspec.Struct, frozen=True):
+class ResponseRouteFields(msgspec.Struct, frozen=True):
     """What the format of a response needs to know of its request."""
 
     # What it repeats: `RepeatedFields`.
@@ -98,7 +98,7 @@ def translate_responses(request: ResponsesRequest, rules: RequestRules) -> Trans
     names = FieldNames(NAMES, found.places, [f"tools[{i}]" for i, _ in offered], PARTS)
     summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
     repeated = msgspec.Raw(msgspec.json.encode(_repeat_fields(request, tools)))
-    route_fields = msgspec.json.encode(RouteFields(repeated, summary, SEALED in include))
+    route_fields = msgspec.json.encode(ResponseRouteFields(repeated, summary, SEALED in include))
     return TranslatedRequest(chat, names, route_fields, text_logprobs=True)
 
 

@@ -123,7 +123,7 @@ class ResponsesRequest(ServerFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
-    # What Codex tells about itself and its user; it has no effect here.
+    # What Codex sends about itself and its user; it has no effect here.
     client_metadata: dict[str, Any] | None = None
     access_programs: dict[str, Any] | None = None
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
-from diptych.errors import DiptychError, StaleTicket, TransferError
-from diptych.eviction_spec import KEEP_ALL, decision_tokens
+from decode_worker.ticket_check import EXPIRED_TEXT, TicketCheck, check_tokens, describe_error, describe_pull
+from diptych.errors import StaleTicket, TransferError
+from diptych.eviction_spec import decision_tokens
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
 from diptych.messages import (
@@ -35,7 +36,6 @@ from diptych.messages import (
     Fetch,
     Generate,
     Peer,
-    Pulled,
     Staging,
     ToWorker,
     Unpeer,
@@ -56,7 +56,6 @@ from kvcache.arenas import KvArenas
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.bag_repacking import BagRepacker
-from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (
     CommitSlabs,
     FreeSlabs,
@@ -75,8 +74,6 @@ if TYPE_CHECKING:
     from kvtransfer.transfer_buffer import TransferBuffer
 
 log = logging.getLogger(__name__)
-
-EXPIRED_TEXT = "the request's time was up before its KV had arrived"
 
 
 class DecodeWorker:
@@ -103,7 +100,7 @@ class DecodeWorker:
         self.link, self.engine, self.kv, self.fetcher = link, engine, kv, fetcher
         self._repacker = repacker
         self._layout_of = layout_of
-        self._key, self._fingerprint = key, fingerprint
+        self._key, self._tickets = key, TicketCheck(key, fingerprint, fetcher.links)
         self._admission = KvAdmission[KvArrival](engine.scheduler, kv, _renew_arrival)
         self._corrupt = 0
         # Number of hints and tickets that came after their request had ended.
@@ -148,26 +145,10 @@ class DecodeWorker:
     def _accept_ticket(self, arrival: KvArrival, raw: bytes, now_s: float) -> None:
         """Check and store the ticket of an arrival. Raises SequenceRefused, and changes nothing, if it is not right."""
         seq = arrival.seq
-        try:
-            ticket = tickets.decode_ticket(raw, self._key)
-            tickets.check_ticket(
-                ticket,
-                request=seq.id,
-                epoch=seq.epoch,
-                num_tokens=arrival.num_tokens,
-                layout=self._layout_of(seq.kv_class),
-                fingerprint=self._fingerprint,
-                keep=seq.keep if seq.keep.evicts else KEEP_ALL,
-            )
-        except DiptychError as error:
-            code = "stale_ticket" if isinstance(error, StaleTicket) else "transfer_failed"
-            raise SequenceRefused(code, error.what, error.why) from error
+        ticket = self._tickets.read_ticket(arrival, raw, self._layout_of(seq.kv_class))
         if seq.keep.evicts:
             self._expect_bag(arrival, ticket)
-        route = self.fetcher.links.route_to(ticket.worker)
-        arrival.transport = route.transport if route else ""
-        arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.context), now_s
-        arrival.ticket = ticket  # set last, because the fetcher's thread waits for it
+        self._tickets.store_ticket(arrival, ticket, now_s)
 
     def _expect_bag(self, arrival: KvArrival, ticket: tickets.Ticket) -> None:
         """The KV of an arrival comes with the bag of `ticket`. Raises SequenceRefused if it can never fit."""
@@ -227,13 +208,10 @@ class DecodeWorker:
             return
         seq = arrival.seq
         try:
-            if message.output[:-1] != seq.output or not message.output:
-                raise SequenceRefused(
-                    "internal_error", "the tokens of the ticket do not follow those of the request"
-                )
+            check_tokens(message, seq)
             self._accept_ticket(arrival, message.ticket, now_s)
         except SequenceRefused as refusal:
-            self._refuse_arrival(arrival, refusal.code, _describe_error(refusal))
+            self._refuse_arrival(arrival, refusal.code, describe_error(refusal))
             return
         self._admission.update_sequence(arrival, list(message.output), now_s + message.remaining_s)
         self.fetcher.wake_fetches()
@@ -318,7 +296,7 @@ class DecodeWorker:
         outcome = perform_effects(arrival.handoff, table, arrival.effect, error)
         assert isinstance(outcome, HandoffOutcome)
         self.wasted_bytes += outcome.num_wasted * self._layout_of(seq.kv_class).chunk_bytes
-        why = "" if outcome.error is None else _describe_error(outcome.error)
+        why = "" if outcome.error is None else describe_error(outcome.error)
         end = self._admission.finish(arrival, outcome.failure_code, why)
         if end.status == "adopted":
             self._report_pulled(arrival, outcome)
@@ -336,16 +314,9 @@ class DecodeWorker:
             self.kv.arena_of(seq.kv_class).free_slabs(seq.key, unused)
 
     def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome) -> None:
-        seconds = {
-            "reserve": arrival.reserved_s - arrival.arrived_s,
-            "transfer": arrival.pull_s,
-            "verify": arrival.verify_s,
-            "hidden": arrival.hidden_s,
-            "exposed": arrival.exposed_s,
-        }
-        seq, num_chunks = arrival.seq, outcome.num_pulled + outcome.num_wasted
-        num_bytes = num_chunks * self._layout_of(seq.kv_class).chunk_bytes
-        self.link.send(Pulled(seq.id, seq.epoch, arrival.transport, num_bytes, seconds))
+        num_chunks = outcome.num_pulled + outcome.num_wasted
+        num_bytes = num_chunks * self._layout_of(arrival.seq.kv_class).chunk_bytes
+        self.link.send(describe_pull(arrival, num_bytes))
 
     def _report_failed(self, seq: Sequence, code: str, message: str) -> None:
         self.link.send(Failed(seq.id, seq.epoch, code, message))
@@ -380,11 +351,6 @@ class DecodeWorker:
             integrity_failures=self._corrupt,
             wasted_bytes=self.wasted_bytes,
         )
-
-
-def _describe_error(error: DiptychError | Exception) -> str:
-    why = error.why if isinstance(error, DiptychError) else ""
-    return " ".join(f"{error}{': ' if why else ''}{why}".split())
 
 
 def _renew_arrival(arrival: KvArrival) -> KvArrival:

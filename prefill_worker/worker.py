@@ -14,8 +14,6 @@ queue. A lease keeps the sequence's slabs allocated; when it ends, chunks in the
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -23,13 +21,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from diptych.errors import DiptychError, TransferError
+from diptych.errors import DiptychError
 from diptych.eviction_spec import KEEP_ALL, decision_tokens
 from diptych.messages import (
     Failed,
     Generate,
     Offer,
-    Opened,
     OpenTransport,
     Prefill,
     Release,
@@ -51,13 +48,12 @@ from kvtransfer.leases import Lease, LeaseLedger
 from kvtransfer.resharding import ShardedPool
 from prefill_worker.announcer import KvAnnouncer
 from prefill_worker.chunk_hashes import ChunkHashes
+from prefill_worker.late_transports import LateTransports
 from worker.loop import GatewayLink, WorkOrder
 
 if TYPE_CHECKING:
     # Only workers with a device load it.
     from prefill_worker.buffered_offers import BufferedOffers
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ class PrefillWorker:
         offers: BufferedOffers | None = None,
     ) -> None:
         """`open_transport` opens a transport of this worker and returns its endpoint. It must be safe in any thread."""
-        self._open_transport = open_transport
+        self._transports = LateTransports(open_transport, link.send)
         self.link, self.engine, self.kv, self.pool = link, engine, kv, pool
         self.ledger, self.issuer = ledger, issuer
         self.offers = offers
@@ -180,25 +176,7 @@ class PrefillWorker:
             case Release(request, epoch):
                 self._end_attempts(request, epoch, fetched=True)
             case OpenTransport(transport):
-                # Mapping NIXL's libraries and registering the pool takes long, so a thread does it while prefill goes
-                # on.
-                threading.Thread(
-                    target=self._open_and_report, args=(transport,), name="open transport", daemon=True
-                ).start()
-
-    def _open_and_report(self, transport: str) -> None:
-        """Open a transport and send its endpoint, or the error, to the gateway as `Opened`."""
-        try:
-            if self._open_transport is None:
-                raise TransferError("this worker opens no transports")
-            opened = Opened(transport, self._open_transport(transport))
-        except TransferError as error:
-            opened = Opened(transport, b"", "; ".join(part for part in (error.what, error.why) if part))
-        # A library may raise anything. Without a report the decode worker would ask again and again.
-        except Exception as error:
-            log.exception("transport %s could not be opened", transport)
-            opened = Opened(transport, b"", repr(error))
-        self.link.send(opened)
+                self._transports.start_opening(transport)
 
     def take_over(self, seq: Sequence, now_s: float) -> None:
         """Lease and offer the KV of `seq`, which the engine has prefilled. On an error the attempt fails.

@@ -19,23 +19,19 @@ from collections.abc import Callable
 import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
-from decode_worker.worker import EXPIRED_TEXT
-from diptych.errors import DiptychError, StaleTicket
+from decode_worker.ticket_check import EXPIRED_TEXT, TicketCheck, check_tokens, describe_error, describe_pull
 from diptych.messages import (
     Admit,
     Failed,
     Fetch,
     Generate,
     Peer,
-    Pulled,
     Staging,
     ToWorker,
     Unpeer,
     WorkerStats,
 )
 from engine.sequence import Sequence, SequenceRefused
-from kvtransfer import ticket as tickets
-from kvtransfer.digests import ChunkDigester
 from kvtransfer.handoff import (
     CommitSlabs,
     FreeSlabs,
@@ -79,7 +75,7 @@ class VllmDecodeRole:
     ) -> None:
         self._small_bytes = small_bytes
         self.link, self.engine, self.buffer, self.fetcher = link, engine, buffer, fetcher
-        self._key, self._fingerprint, self._clock = key, fingerprint, clock
+        self._tickets, self._clock = TicketCheck(key, fingerprint, fetcher.links), clock
         # By key: requests without a ticket, with one but without slabs, and being pulled; and slabs that vLLM reads.
         self._expecting: dict[str, KvArrival] = {}
         self._waiting: dict[str, KvArrival] = {}
@@ -132,24 +128,8 @@ class VllmDecodeRole:
 
     def _accept_ticket(self, arrival: KvArrival, raw: bytes, now_s: float) -> None:
         """Check and store the ticket of an arrival. Raises SequenceRefused, and changes nothing, if it is not right."""
-        seq = arrival.seq
-        try:
-            ticket = tickets.decode_ticket(raw, self._key)
-            tickets.check_ticket(
-                ticket,
-                request=seq.id,
-                epoch=seq.epoch,
-                num_tokens=arrival.num_tokens,
-                layout=self.buffer.layout,
-                fingerprint=self._fingerprint,
-            )
-        except DiptychError as error:
-            code = "stale_ticket" if isinstance(error, StaleTicket) else "transfer_failed"
-            raise SequenceRefused(code, error.what, error.why) from error
-        route = self.fetcher.links.route_to(ticket.worker)
-        arrival.transport = route.transport if route else ""
-        arrival.digester, arrival.ticket_s = ChunkDigester(self._key, ticket.context), now_s
-        arrival.ticket = ticket
+        ticket = self._tickets.read_ticket(arrival, raw, self.buffer.layout)
+        self._tickets.store_ticket(arrival, ticket, now_s)
 
     def take_message(self, message: ToWorker, now_s: float) -> None:
         """Link or unlink a prefill worker, or take a ticket."""
@@ -171,13 +151,10 @@ class VllmDecodeRole:
             return
         seq = arrival.seq
         try:
-            if message.output[:-1] != seq.output or not message.output:
-                raise SequenceRefused(
-                    "internal_error", "the tokens of the ticket do not follow those of the request"
-                )
+            check_tokens(message, seq)
             self._accept_ticket(arrival, message.ticket, now_s)
         except SequenceRefused as refusal:
-            self._report_failed(seq, refusal.code, _describe_error(refusal))
+            self._report_failed(seq, refusal.code, describe_error(refusal))
             return
         seq.output, seq.deadline_s = list(message.output), now_s + message.remaining_s
         self._waiting[seq.key] = arrival
@@ -278,7 +255,7 @@ class VllmDecodeRole:
         if not self._pulling[ticket.worker]:
             del self._pulling[ticket.worker]
         if outcome.error is None:
-            self._report_pulled(arrival)
+            self.link.send(describe_pull(arrival, arrival.num_bytes))
         elif arrival.stopped:
             if arrival.failure is not None:
                 self._report_failed(seq, *arrival.failure)
@@ -286,18 +263,7 @@ class VllmDecodeRole:
             refused = isinstance(outcome.error, SequenceRefused)
             code = outcome.error.code if refused else outcome.failure_code  # type: ignore[attr-defined]
             self._corrupt += code == "kv_corrupt"
-            self._report_failed(seq, code, _describe_error(outcome.error))
-
-    def _report_pulled(self, arrival: KvArrival) -> None:
-        seconds = {
-            "reserve": arrival.reserved_s - arrival.arrived_s,
-            "transfer": arrival.pull_s,
-            "verify": arrival.verify_s,
-            "hidden": 0.0,
-            "exposed": arrival.exposed_s,
-        }
-        seq = arrival.seq
-        self.link.send(Pulled(seq.id, seq.epoch, arrival.transport, arrival.num_bytes, seconds))
+            self._report_failed(seq, code, describe_error(outcome.error))
 
     def _report_failed(self, seq: Sequence, code: str, message: str) -> None:
         self.link.send(Failed(seq.id, seq.epoch, code, message))
@@ -350,8 +316,3 @@ class VllmDecodeRole:
             late_messages=stats.late_messages + self._late,
             integrity_failures=self._corrupt,
         )
-
-
-def _describe_error(error: Exception) -> str:
-    why = error.why if isinstance(error, DiptychError) else ""
-    return " ".join(f"{error}{': ' if why else ''}{why}".split())

@@ -13,7 +13,6 @@ under one lock. A slab is given back when its lease has ended and the thread doe
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from diptych.errors import DiptychError, TransferError
 from diptych.messages import (
     Failed,
     Offer,
-    Opened,
     OpenTransport,
     Prefill,
     Release,
@@ -38,6 +36,7 @@ from kvtransfer.cooperative import CoopTask
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.pipelined_pull import MAX_POLL_S, MIN_POLL_S
 from kvtransfer.transfer_buffer import LEASED_OWNER, TransferBuffer
+from prefill_worker.late_transports import LateTransports
 from prefill_worker.worker import TicketIssuer
 from vllm_worker.engine import VllmEngine
 from vllm_worker.exchange import KvExchange, ignore_save
@@ -45,8 +44,6 @@ from vllm_worker.port import SavedKv
 from vllm_worker.settling import settle_engine
 from worker.loop import GatewayLink, WorkOrder
 from worker.task_thread import TaskThread
-
-log = logging.getLogger(__name__)
 
 
 class SaveFailed(TransferError):
@@ -100,7 +97,8 @@ class VllmPrefillRole:
         tasks: TaskThread | None = None,
     ) -> None:
         self.link, self.engine, self.exchange, self.buffer = link, engine, exchange, buffer
-        self.issuer, self._open_transport, self._clock = issuer, open_transport, clock
+        self.issuer, self._clock = issuer, clock
+        self._transports = LateTransports(open_transport, link.send)
         self._shared = _Shared(ledger)
         self._error: BaseException | None = None
         self._tasks = tasks or TaskThread("kv-offer", self._on_thread_died)
@@ -133,24 +131,7 @@ class VllmPrefillRole:
             case Release(request, epoch):
                 self.abort_attempts(request, epoch)
             case OpenTransport(transport):
-                # It takes long, so a thread does it while prefill goes on.
-                threading.Thread(
-                    target=self._open_and_report, args=(transport,), name="open transport", daemon=True
-                ).start()
-
-    def _open_and_report(self, transport: str) -> None:
-        """Open a transport and send its endpoint, or the error, to the gateway as `Opened`."""
-        try:
-            if self._open_transport is None:
-                raise TransferError("this worker opens no transports")
-            opened = Opened(transport, self._open_transport(transport))
-        except TransferError as error:
-            opened = Opened(transport, b"", "; ".join(part for part in (error.what, error.why) if part))
-        # A library may raise anything. Without a report the decode worker would ask again and again.
-        except Exception as error:
-            log.exception("transport %s could not be opened", transport)
-            opened = Opened(transport, b"", repr(error))
-        self.link.send(opened)
+                self._transports.start_opening(transport)
 
     def take_over(self, seq: Sequence, now_s: float) -> None:
         """Never called: a sequence stays in the engine until its KV is in the buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ from diptych.errors import TransferError
 from diptych.messages import Opened
 from kvtransfer.transports import links
 from kvtransfer.transports.links import OfferedTransports, TransportLinks
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.late_transports import LateTransports
 
 PATIENCE_S = 60
 
@@ -98,10 +99,9 @@ def test_whatever_a_library_raises_is_reported(caplog: pytest.LogCaptureFixture)
     def fail(transport: str) -> bytes:
         raise RuntimeError("no such device")
 
-    reports: list[Any] = []
-    prefiller = cast(Any, SimpleNamespace(_open_transport=fail, link=SimpleNamespace(send=reports.append)))
-    PrefillWorker._open_and_report(prefiller, "nixl")
-    assert reports == [Opened("nixl", b"", "RuntimeError('no such device')")]
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    LateTransports(fail, reports.put).start_opening("nixl")
+    assert reports.get(timeout=PATIENCE_S) == Opened("nixl", b"", "RuntimeError('no such device')")
     assert "could not be opened" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {"recv_pyobj", "send_pyobj", "unsafe_load", "full_load", "eval", "exec", "yaml.load"}
+# A file without any of these has no danger, and need not be parsed.
+SUSPICIOUS = re.compile(
+    rf"\b(?:{'|'.join(sorted({*MODULES, *CALLS} - {'yaml.load'}))}|allow_pickle|(?:torch|yaml)\s*\.\s*load)\b"
+)
 CHECKPOINT = "models/train.py"  # of one's own training run, on one's own disk, and tensors only
 
 
@@ -51,10 +56,12 @@ def sources() -> list[Path]:
     return sorted({*found, *ROOT.glob("*.py")})
 
 
-def dangers(tree: ast.AST, name: str = "") -> list[str]:
+def dangers(text: str, name: str = "") -> list[str]:
     """What in a file can turn bytes into code."""
+    if SUSPICIOUS.search(text) is None:
+        return []
     dangerous = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             dangerous += [alias.name for alias in node.names if alias.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
@@ -81,7 +88,7 @@ def test_nothing_in_this_repository_unpickles() -> None:
     found = {}
     for file in files:
         name = file.relative_to(ROOT).as_posix()
-        if dangerous := dangers(ast.parse(file.read_text("utf-8")), name):
+        if dangerous := dangers(file.read_text("utf-8"), name):
             found[name] = dangerous
     assert not found
 
@@ -104,7 +111,7 @@ def test_nothing_in_this_repository_unpickles() -> None:
     ],
 )
 def test_the_search_finds(text: str) -> None:
-    assert dangers(ast.parse(text))
+    assert dangers(text)
 
 
 # ---- no client says anything about a transfer

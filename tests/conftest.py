@@ -25,6 +25,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 DATA_HOME = tempfile.TemporaryDirectory(prefix="diptych-data-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
+# Two test processes on two cores: libraries that compute with two threads each would wait for each other, and spin.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
 TESTS = Path(__file__).parent
 # Half a minute and more, the longest first: two files run at a time, and no long one should be left alone at the end.
 LONG = (

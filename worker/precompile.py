@@ -13,9 +13,11 @@ from __future__ import annotations
 import sys
 
 from diptych.process import configure_process
+from engine.torch_import import import_torch
 
 if __name__ == "__main__" and len(sys.argv) > 1:
     configure_process()
+    import_torch()
 
 from dataclasses import replace
 from pathlib import Path

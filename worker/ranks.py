@@ -16,9 +16,11 @@ from __future__ import annotations
 import sys
 
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, configure_process, core_of_rank, pin_to_core
+from engine.torch_import import import_torch
 
 if __name__ == "__main__":
     configure_process()
+    import_torch()
 
 import logging
 import mmap

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from diptych.process import SupervisorPipe, configure_and_report, run_supervised
+from engine.torch_import import import_torch
 
 if __name__ == "__main__":
     configure_and_report()
+    import_torch()
 
 from diptych.specs import WorkerSpec
 from services.worker.model_worker import build_worker

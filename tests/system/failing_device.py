@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from diptych.process import SupervisorPipe, configure_and_report, run_supervised
+from engine.torch_import import import_torch
 
 if __name__ == "__main__":
     configure_and_report()
+    import_torch()
 
 import torch
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import sys
 
 from diptych.process import configure_process
+from engine.torch_import import import_torch
 
 if __name__ == "__main__":
     configure_process()
+    import_torch()
 
 import torch
 

@@ -23,7 +23,8 @@ class GrammarGate(msgspec.Struct, frozen=True, omit_defaults=True):
 
     An answer that `is_free` begins without the grammar. `frees` is a token that may come first instead of what the
     grammar allows, and leaves the answer free. It is bound behind each sequence of `binds`. With `repeats` it is free
-    again when the grammar is complete. `may_end`: it may end while it is free.
+    again when the grammar is complete. `may_end`: it may end while it is free. It is bound from one of the tokens
+    `starts` on, too, which is the first one of the grammar.
     """
 
     binds: tuple[tuple[int, ...], ...]
@@ -31,6 +32,7 @@ class GrammarGate(msgspec.Struct, frozen=True, omit_defaults=True):
     frees: int | None = None
     repeats: bool = False
     may_end: bool = False
+    starts: tuple[int, ...] = ()
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 TOOL_CALL_PARSERS = (
     "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "openai", "gemma4", "functiongemma", "glm45",
-    "deepseek_v3", "deepseek_v31", "deepseek_v32", "tiny",
+    "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41", "tiny",
 )  # fmt: skip
 REASONING_PARSERS = (
     "none",

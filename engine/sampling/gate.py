@@ -52,7 +52,10 @@ class GatedMatcher:
     def push(self, token: int) -> None:
         """See `TokenMatcher`. Raises GrammarError."""
         is_start, self._is_start = self._is_start, False
-        if self._is_free:
+        if self._is_free and token in self._gate.starts:
+            self._is_free, self._matcher = False, self._fresh.copy()
+            self._matcher.push(token)
+        elif self._is_free:
             self._tail = (*self._tail, token)[-self._longest :]
             if any(self._tail[-len(bind) :] == bind for bind in self._gate.binds):
                 self._is_free, self._matcher = False, self._fresh.copy()
@@ -89,6 +92,8 @@ class ThoughtCounter:
         if self._in_thought:
             self._in_thought = token not in budget.ends
             self._num_tokens += self._in_thought
+            # What ends a thought may begin another one.
+            self._tail = (token,)
             return
         self._tail = (*self._tail, token)[-len(budget.begin) :]
         if self._tail == budget.begin:

@@ -23,7 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from diptych.errors import GrammarError
 from diptych.request import Grammar
-from engine.sampling.tool_grammar import ToolGrammar, read_tool_grammar, write_lark
+from engine.sampling.tool_grammar import read_tool_grammar, write_lark
 
 # Most bytes of a grammar's source, by kind. A few lines of a Lark grammar can mean much work (rules that double each
 # other), so its limit is the smallest.
@@ -201,7 +201,9 @@ def _llguidance_source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return _json_grammar(_parse_schema(text))
     if grammar.kind == "tools":
-        return _tools_source(read_tool_grammar(text))
+        tool_grammar = read_tool_grammar(text)
+        _check_schemas([tool.schema for tool in tool_grammar.tools], text)
+        return str(LLMatcher.grammar_from_lark(write_lark(tool_grammar, WHITESPACE)))
     if grammar.kind == "regex":
         _check_copies(_expanded_size(text))
         return str(LLMatcher.grammar_from_regex(text))
@@ -210,13 +212,6 @@ def _llguidance_source(grammar: Grammar) -> str:
     # A rule may repeat a rule that repeats a third one, so all counts are multiplied.
     _check_copies(math.prod(max(1, int(low[:9]), int(high[:9] or 0)) for low, high in _COUNTED.findall(text)))
     return str(LLMatcher.grammar_from_lark(text))
-
-
-def _tools_source(tool_grammar: ToolGrammar) -> str:
-    """The source of a grammar of calls. Raises GrammarError."""
-    schemas = [tool.schema for tool in tool_grammar.tools]
-    _check_copies(sum(_expanded_size(string) for schema in schemas for string in _schema_strings(schema)))
-    return str(LLMatcher.grammar_from_lark(write_lark(tool_grammar, WHITESPACE)))
 
 
 def _choice_source(text: str) -> str:
@@ -238,8 +233,16 @@ def _parse_schema(text: str) -> dict[str, Any]:
         raise GrammarError("the JSON schema is not valid JSON", str(error)) from error
     if not isinstance(schema, dict):
         raise GrammarError("the JSON schema is not an object")
-    _check_copies(sum(_expanded_size(string) for string in _schema_strings(schema)))
+    _check_schemas([schema], text)
     return schema
+
+
+def _check_schemas(schemas: list[dict[str, Any]], text: str) -> None:
+    """Check the size of schemas whose JSON is in `text`. Raises GrammarError."""
+    if _COUNTED.search(text) is None and "\\u" not in text:
+        # Nothing in them is repeated, so they are as long as they look.
+        return
+    _check_copies(sum(_expanded_size(string) for schema in schemas for string in _schema_strings(schema)))
 
 
 def _schema_strings(node: Any) -> Iterator[str]:
@@ -270,18 +273,14 @@ def _bracket_depth(text: str) -> int:
     """
     opened: list[str] = []
     deepest = 0
-    escaped = False
-    for char in text:
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
-        elif char in _CLOSING:
+    for found in _BRACKET.finditer(text):
+        char = found[0]
+        if char in _CLOSING:
             opened.append(_CLOSING[char])
             deepest = max(deepest, len(opened))
             if deepest > MAX_NESTING:
                 break
-        elif char in ")]}" and char in opened:
+        elif char in opened:
             while opened.pop() != char:
                 pass
     return deepest
@@ -296,6 +295,7 @@ def _check_copies(copies: int) -> None:
 # What a regular expression reads as more than the character itself.
 _LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_BRACKET = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _COUNTED = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _ATOM = re.compile(r"\\[xuU]\{\w*\}|\\.|\{\d+(?:,\d*)?\}|.", re.DOTALL)

@@ -190,14 +190,15 @@ class SamplerRow:
         """Set tokens that the request or its grammar forbids, and stop tokens before `min_tokens`, to -inf; or all but
         one that must end a thought.
         """
-        if self._thought is not None and (forced := self._thought.forced) is not None:
+        match, forced = self.match, None if self._thought is None else self._thought.forced
+        # A grammar of the thought itself does not let it end within a character.
+        if forced is not None and (match is None or not match.binds or match.token_mask(len(logits))[forced]):
             kept = logits[forced]
             logits[:] = -np.inf
             logits[forced] = kept
             return
         if self._bans is not None:
             self._bans.forbid(logits)
-        match = self.match
         early = self.index < self.sampling.min_tokens or (match is not None and not match.may_end)
         if match is None or not match.binds:
             if early:

@@ -30,7 +30,8 @@ class CallSyntax(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a family writes calls. `style` is that of the arguments: "json", "tagged" or "gemma".
 
     `key` and `value` are around the parameters of tagged calls; `flags` come behind a key for texts and for other
-    values. `quote` is around texts of Gemma's form. `thought` begins and ends what may come before the calls.
+    values. `quote` is around texts of Gemma's form. `thought` begins and ends what may come before the calls, or before
+    a text, which begins with `text_begin`.
     """
 
     opener: Markup
@@ -45,6 +46,7 @@ class CallSyntax(msgspec.Struct, frozen=True, omit_defaults=True):
     flags: tuple[Markup, Markup] = ((), ())
     quote: Markup = ()
     thought: tuple[Markup, Markup] | None = None
+    text_begin: Markup = ()
 
 
 class ToolForm(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,7 +60,7 @@ class ToolForm(msgspec.Struct, frozen=True, omit_defaults=True):
 class ToolGrammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """Calls of `tools`: one, or with `many` several. `is_open`: the opener of the first one has been written.
 
-    An answer may be a JSON text of the schema `content` instead.
+    An answer may be a JSON text of the schema `content` instead; without tools it must be one.
     """
 
     syntax: CallSyntax
@@ -87,6 +89,8 @@ class _LarkRules:
     def __init__(self, tool_grammar: ToolGrammar, whitespace: str) -> None:
         self._grammar, self._whitespace = tool_grammar, whitespace
         self._more: list[str] = []
+        # The rule of each JSON that was written, by its text: many tools have the same arguments.
+        self._json_rules: dict[str, str] = {}
 
     def iter_lines(self) -> Iterator[str]:
         """All rules."""
@@ -99,9 +103,14 @@ class _LarkRules:
         if syntax.thought is not None and not grammar.is_open:
             begin, end = map(write_markup, syntax.thought)
             before = f"({begin} TEXT {end})? "
-        yield f"start: {before}calls" + ("" if grammar.content is None else " | content")
+        kinds = [*(["calls"] if grammar.tools else []), *([] if grammar.content is None else ["content"])]
+        yield f"start: {before}({' | '.join(kinds)})"
+        yield f"TEXT: {ANY_TEXT}"
         if grammar.content is not None:
-            yield f"content: {self._json(grammar.content, True)}"
+            yield f"content: {write_markup(syntax.text_begin)} {self._json(grammar.content, True)}"
+        if not grammar.tools:
+            yield from self._more
+            return
         yield "calls: " + " ".join(part for part in calls if part)
         yield "call: " + " ".join(part for part in call if part)
         names = " | ".join(f"tool_{i}" for i in range(len(grammar.tools)))
@@ -110,7 +119,6 @@ class _LarkRules:
         for i, tool in enumerate(grammar.tools):
             head = write_markup((tool.name, *syntax.name_end))
             yield f"tool_{i}: {head} {self._write_arguments(tool)}"
-        yield f"TEXT: {ANY_TEXT}"
         yield from self._more
 
     def _write_arguments(self, tool: ToolForm) -> str:
@@ -122,9 +130,13 @@ class _LarkRules:
         return self._write_gemma({"type": "object", **tool.schema}, 0)
 
     def _json(self, schema: dict[str, Any], exact: bool) -> str:
-        """JSON of a schema."""
+        """JSON of a schema: the name of its rule."""
         options = {"whitespace_pattern": self._whitespace, **({} if exact else {"lenient": True})}
-        return "%json " + json.dumps({**schema, OPTIONS_KEY: options})
+        text = json.dumps({**schema, OPTIONS_KEY: options})
+        if text not in self._json_rules:
+            self._json_rules[text] = f"json_{len(self._json_rules)}"
+            self._more.append(f"{self._json_rules[text]}: %json {text}")
+        return self._json_rules[text]
 
     def _tagged_parameters(self, tool: ToolForm) -> Iterator[str]:
         """The parameters of a tool in the order of its schema."""
@@ -132,7 +144,7 @@ class _LarkRules:
         required = tool.schema.get("required") or ()
         for key, schema in (tool.schema.get("properties") or {}).items():
             schema = schema if isinstance(schema, dict) else {}
-            is_text = schema.get("type") == "string" or "type" not in schema
+            is_text = _may_be_text(schema)
             flag = write_markup(syntax.flags[0 if is_text else 1])
             head = f"{write_markup((*syntax.key[0], key, *syntax.key[1]))} {flag} {write_markup(syntax.value[0])}"
             value, close = self._tagged_value(schema, tool), write_markup(syntax.value[1])
@@ -146,7 +158,7 @@ class _LarkRules:
 
     def _tagged_value(self, schema: dict[str, Any], tool: ToolForm) -> str:
         choices = schema.get("enum")
-        if schema.get("type", "string") != "string":
+        if not _may_be_text(schema):
             return self._json(schema, tool.exact)
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
             return f"({' | '.join(json.dumps(choice) for choice in choices)})"
@@ -187,6 +199,12 @@ class _LarkRules:
             ]
             body = f"({' | '.join(heads)})?" if heads else ""
         return f'"{{" {body} "}}"'
+
+
+def _may_be_text(schema: dict[str, Any]) -> bool:
+    """Whether a tagged value of a schema may be a text, which is written without quotes."""
+    kind = schema.get("type", "string")
+    return "string" in kind if isinstance(kind, str | list) else True
 
 
 def write_markup(markup: Sequence[str | int]) -> str:

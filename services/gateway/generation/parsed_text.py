@@ -29,6 +29,8 @@ class ParsedText(OutputText):
         self._reader = AnswerReader(answer_markup, context.prefix, context.tools)
         self._mark_of, self._tokenizer = answer_markup.mark_of, tokenizer
         self._parts: list[AnswerPart] = []
+        # Tokens that are thoughts if what they begin turns out to be no call.
+        self._num_doubtful = 0
         # Whether the answer ends before a second call.
         self._one_call = context.one_call
 
@@ -40,7 +42,7 @@ class ParsedText(OutputText):
         return piece
 
     def _append_token(self, token: int, logprob: Logprob | None) -> None:
-        """Append a token. It counts as thought if it begins, continues or ends one."""
+        """Append a token. It counts as thought if it begins, continues or ends one; a call within it is none."""
         reader, mark = self._reader, self._mark_of.get(token)
         is_scored = not self._ask.text_logprobs or (mark is None and reader.takes_content)
         if logprob is not None and self._ask.logprobs is not None and is_scored:
@@ -54,7 +56,16 @@ class ParsedText(OutputText):
         self._num_detokenized += len(text)
         early = self.num_tokens < self._ask.sampling.min_tokens or not reader.takes_content
         self._append_final(self._stops.skip(text) if early else self._stops.feed(text))
-        self.reasoning_tokens += was_thinking or reader.thinking
+        if was_thinking or not reader.may_think:
+            self._count_doubtful()
+            self.reasoning_tokens += was_thinking or reader.thinking
+        else:
+            self._num_doubtful += 1
+
+    def _count_doubtful(self) -> None:
+        """What was doubtful is certain now."""
+        self.reasoning_tokens += self._num_doubtful * self._reader.thinking
+        self._num_doubtful = 0
 
     def _append_text(self, text: str) -> None:
         """Read text, and append what is found to what waits to be taken."""
@@ -63,6 +74,9 @@ class ParsedText(OutputText):
 
     def _set_finish(self, reason: str) -> None:
         """End the answer; one that calls tools ends for them."""
+        # A thought that the end of the answer has cut is no call.
+        self.reasoning_tokens += self._num_doubtful * self._reader.may_think
+        self._num_doubtful = 0
         self._reader.close()
         self._take_parts()
         super()._set_finish("tool_calls" if reason == "stop" and self._reader.has_calls else reason)

@@ -169,7 +169,7 @@ def resolve_chat(
     top = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _resolve_sampling(request, most, top, request.prompt_logprobs, grammar, rules)
     if request.thinking_token_budget is not None and context is not None:
-        thought = resolve_thought_budget(request, context.prefix, most, rules)
+        thought = resolve_thought_budget(request, context, most, rules)
         sampling = msgspec.structs.replace(sampling, thought=thought)
     return ResolvedRequest(
         model=request.model,

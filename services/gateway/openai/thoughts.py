@@ -9,6 +9,7 @@ from msgspec import structs
 from diptych.request import Grammar, ThoughtBudget
 from services.gateway.openai.schemas.request_schema import ChatRequest
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
+from services.gateway.parsing.answer_parts import AnswerContext
 from services.gateway.parsing.answer_reader import AnswerReader
 
 EFFORT, BUDGET = "reasoning_effort", "thinking_token_budget"
@@ -53,13 +54,14 @@ def is_thinking(prefix: str, rules: RequestRules) -> bool:
 
 def gate_behind_thought(grammar: Grammar, prefix: str, rules: RequestRules) -> Grammar:
     """The grammar of the text, which begins where the thought has ended."""
-    if rules.markup is None or not rules.markup.thinks:
+    if rules.markup is None or not rules.markup.thinks or grammar.kind == "tools":
+        # One of calls has thoughts itself.
         return grammar
     return structs.replace(grammar, gate=rules.markup.gate_schema(prefix, is_thinking(prefix, rules)))
 
 
 def resolve_thought_budget(
-    request: ChatRequest, prefix: str, most: int, rules: RequestRules
+    request: ChatRequest, context: AnswerContext, most: int, rules: RequestRules
 ) -> ThoughtBudget | None:
     """The budget of the answer's thoughts; `most` is its own length. Raises RequestError: 400, it is above that."""
     tokens = request.thinking_token_budget
@@ -67,4 +69,5 @@ def resolve_thought_budget(
         return None
     if tokens > most:
         raise invalid_value_error(BUDGET, f"({tokens}) is more than the {most} tokens the answer may have")
-    return rules.markup.limit_thought(tokens, is_thinking(prefix, rules))
+    is_open = is_thinking(context.prefix, rules)
+    return rules.markup.limit_thought(tokens, is_open, context.tools is not None)

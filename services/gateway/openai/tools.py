@@ -119,7 +119,18 @@ def gate_calls(
         gate = None
     else:
         gate = markup.gate_schema(prefix, is_thinking)
+        if gate is not None:
+            gate = msgspec.structs.replace(gate, starts=markup.call_starts)
     return msgspec.structs.replace(grammar, gate=gate)
+
+
+def binds_calls(grammar: Grammar, markup: ModelMarkup) -> bool:
+    """Whether the gated grammar binds each call of an answer that begins with a marker of calls."""
+    calls = markup.calls.format.calls
+    if grammar.kind != "tools" or calls is None:
+        return False
+    # In `auto` the gate sees one marker.
+    return len(calls.opens) == 1 or grammar.gate is None or not grammar.gate.may_end
 
 
 def _check_tools(tools: list[FunctionTool], rules: RequestRules) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
+from diptych.request import Grammar
 from services.gateway.openai.schemas.request_schema import ChatRequest, Message
+
+# Takes a grammar, and what the client calls the field that asks for it.
+GrammarCheck = Callable[[Grammar, str], str | None]
 
 INDEXED = re.compile(r"(messages|tools)\[(\d+)\].*", re.DOTALL)
 
@@ -46,6 +50,10 @@ class FieldNames:
         named = re.sub(r"'([\w.\[\]]+)'", lambda found: f"'{self.rename_field(found[1])}'", failure.message)
         param = None if failure.param is None else self.rename_field(failure.param)
         return replace(failure, message=named, param=param)
+
+    def rename_check(self, check: GrammarCheck) -> GrammarCheck:
+        """The check with the route's name of the field that asks for a grammar."""
+        return lambda grammar, field: check(grammar, self.rename_field(field))
 
     @contextmanager
     def rename_errors(self) -> Iterator[None]:

@@ -191,11 +191,20 @@ def check_schema(schema: dict[str, Any], where: str, limits: RequestLimits) -> b
     text = msgspec.json.encode(schema)
     if len(text) > limits.max_schema_bytes:
         raise schema_error(where, f"is larger than {limits.max_schema_bytes} bytes")
-    if json_depth(text) > limits.max_schema_depth:
+    # A text with few brackets cannot nest deep, and one without the word has no pattern.
+    num_open = text.count(b"{") + text.count(b"[")
+    if num_open > limits.max_schema_depth and json_depth(text) > limits.max_schema_depth:
         raise schema_error(where, f"is nested deeper than {limits.max_schema_depth} levels")
-    if any(len(pattern) > limits.max_pattern_chars for pattern in _schema_patterns(schema)):
+    has_patterns = b'"pattern' in text
+    if has_patterns and any(len(pattern) > limits.max_pattern_chars for pattern in _schema_patterns(schema)):
         raise schema_error(where, f"has a pattern of more than {limits.max_pattern_chars} characters")
     return text
+
+
+def grammar_error(why: str, field: str) -> RequestError:
+    """The error for a client whose grammar cannot be served; `why` completes the sentence."""
+    problem = f"'{field}' cannot be served: {why}"
+    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, field))
 
 
 def schema_error(where: str, problem: str) -> RequestError:

@@ -28,13 +28,15 @@ class CallRegion(Region):
     """Calls of tools. `content` names how they are written, `options` says it more exactly.
 
     `wraps` are literals around several calls, which mean nothing. If a region is `bare`, an answer that begins with a
-    JSON object may be a call without an opening literal.
+    JSON object may be a call without an opening literal. `bare_opens` are the first literals within a region that may
+    stand without its opening one.
     """
 
     content: str = "json"
     options: Mapping[str, Any] = field(default_factory=dict)
     wraps: tuple[str, ...] = ()
     bare: bool = False
+    bare_opens: tuple[str, ...] = ()
     # The name of how a grammar writes them (`call_writing`); empty: none does.
     writing: str = ""
 
@@ -88,6 +90,7 @@ def load_format(template: Mapping[str, Any]) -> AnswerFormat:
             calls.get("content_args", {}),
             _as_tuple(calls.get("wrap", ())),
             calls.get("bare", False),
+            _as_tuple(calls.get("bare_open", ())),
             calls.get("writing", ""),
         ),
         _as_tuple(template.get("start_anchor", ())),

@@ -20,8 +20,8 @@ class AnswerMarkup:
         self.reasoning = _mark_region(answer_format.reasoning or Region(()), mark)
         self.calls = None if answer_format.calls is None else _mark_calls(answer_format.calls, mark)
         calls = self.calls or CallRegion(())
-        self.openers = LiteralSet([*self.reasoning.opens, *calls.opens, *calls.wraps])
-        self.thought_ends = LiteralSet([*self.reasoning.closes, *calls.opens])
+        self.openers = LiteralSet([*self.reasoning.opens, *calls.opens, *calls.bare_opens, *calls.wraps])
+        self.thought_ends = LiteralSet([*self.reasoning.closes, *calls.opens, *calls.wraps])
         self.call_closes = LiteralSet(calls.closes)
         # Tokens that no call contains.
         bounds = (*self.openers.literals, *self.reasoning.closes, *calls.closes)
@@ -55,5 +55,6 @@ def _mark_calls(region: CallRegion, mark: Callable[[str], str]) -> CallRegion:
         opens=tuple(map(mark, region.opens)),
         closes=tuple(map(mark, region.closes)),
         wraps=tuple(map(mark, region.wraps)),
+        bare_opens=tuple(map(mark, region.bare_opens)),
         options={name: mark_all(value) for name, value in region.options.items()},
     )

@@ -13,11 +13,15 @@ ToolTypes = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A piece of an answer. `text` is a tool's name at the beginning of a call; `call` counts calls from 0."""
+    """A piece of an answer. `text` is a tool's name at the beginning of a call; `call` counts calls from 0.
+
+    A call that is not `is_marked` began without the marker of calls.
+    """
 
     kind: PartKind
     text: str
     call: int = -1
+    is_marked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +30,14 @@ class AnswerContext:
 
     `prefix` is what its prompt has written of the answer, `tools` its tools with the types of their parameters. None:
     it has none, and what looks like a call is text. With `one_call` nothing is read behind the first one. `short_ids`:
-    see `AnswerFormat`.
+    see `AnswerFormat`. `calls_bound`: a grammar binds each call that has its marker, so its arguments become an object.
     """
 
     prefix: str = ""
     tools: dict[str, dict[str, tuple[str, ...]]] | None = None
     one_call: bool = False
     short_ids: bool = False
+    calls_bound: bool = False
 
 
 @dataclass(slots=True)
@@ -83,10 +88,11 @@ class PartList:
         self._thought_space = text[len(shown) :]
         self._add_part("reasoning", shown)
 
-    def begin_call(self, name: str) -> None:
-        """A call of the tool `name` begins."""
+    def begin_call(self, name: str, is_marked: bool = True) -> None:
+        """A call of the tool `name` begins, with the marker of calls or without."""
         self._has_arguments = False
         self._add_part("call", name)
+        self.parts[-1].is_marked = is_marked
         self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:

@@ -31,6 +31,11 @@ class AnswerReader:
         return self._state.thinking
 
     @property
+    def may_think(self) -> bool:
+        """Whether the answer is within what may be a call that ends a thought, or a part of the thought."""
+        return self._state.first_doubtful == self._state.parts.num_calls
+
+    @property
     def takes_content(self) -> bool:
         """Whether the answer is within the text for the client, where stop strings count."""
         return self._state.takes_content

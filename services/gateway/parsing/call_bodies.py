@@ -42,7 +42,7 @@ class CallSource:
         """A call begins: from here on it cannot be anything else. Raises NotACall if `name` is no name."""
         if not NAME.fullmatch(name) or (self.only_known and name not in self.tools):
             raise NotACall
-        self.parts.begin_call(name)
+        self.parts.begin_call(name, not self.only_known)
         self.cursor.release()
 
 

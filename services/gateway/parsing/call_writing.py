@@ -10,6 +10,24 @@ from services.gateway.parsing.answer_format import CHANNEL, MESSAGE, START
 from services.gateway.parsing.answer_markup import AnswerMarkup
 
 _DEEPSEEK_OUTER = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
+
+
+def _write_dsml(block: str, space: str = "") -> dict[str, Any]:
+    """Calls of DeepSeek's markup language; `space` stands before its tags."""
+    begin, end = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
+    return {
+        "opener": "",
+        "outer": [f"{begin}{block}>\n", f"{end}{block}>"],
+        "begin": f'{begin}invoke name="',
+        "name_end": '">\n',
+        "end": f"{end}invoke>\n",
+        "style": "tagged",
+        "key": [f'{begin}parameter name="', '"'],
+        "flags": [' string="true">', ' string="false">'],
+        "value": ["", f"{end}parameter>\n"],
+    }
+
+
 # The fields of `CallSyntax` as text. Without an opener a call begins with that of the format.
 WRITING: dict[str, dict[str, Any]] = {
     "hermes": {
@@ -43,6 +61,7 @@ WRITING: dict[str, dict[str, Any]] = {
         "name_end": f" <|constrain|>json{MESSAGE}",
         "end": "",
         "thought": [f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant"],
+        "text_begin": f"{CHANNEL}final{MESSAGE}",
     },
     "gemma4": {
         "begin": "call:",
@@ -80,17 +99,9 @@ WRITING: dict[str, dict[str, Any]] = {
         "name_end": "<｜tool▁sep｜>",
         "end": "<｜tool▁call▁end｜>",
     },
-    "deepseek_v32": {
-        "opener": "",
-        "outer": ["<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"],
-        "begin": '<｜DSML｜invoke name="',
-        "name_end": '">\n',
-        "end": "</｜DSML｜invoke>\n",
-        "style": "tagged",
-        "key": ['<｜DSML｜parameter name="', '"'],
-        "flags": [' string="true">', ' string="false">'],
-        "value": ["", "</｜DSML｜parameter>\n"],
-    },
+    "deepseek_v32": _write_dsml("function_calls"),
+    "deepseek_v4": _write_dsml("tool_calls"),
+    "deepseek_v41": _write_dsml("calls", " "),
     "tiny": {"begin": "", "name_end": "(", "end": ")"},
 }
 MANY = ("outer", "key", "value", "flags", "thought")

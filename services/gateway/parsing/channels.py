@@ -39,6 +39,10 @@ def read_channels(state: ReadingState) -> Reading[None]:
         if begin or char == " ":
             try:
                 text, body = yield from cursor.read_until(bodies, MAX_HEADER)
+                if begin and not body:
+                    # The answer was cut within a header.
+                    cursor.release()
+                    return
                 header = begin + text if body else None
             except NotACall:
                 header = None

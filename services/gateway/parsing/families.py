@@ -19,6 +19,26 @@ _DEEPSEEK_CALL = {
     "content": "named",
 }
 
+
+def _dsml_calls(block: str, space: str = "") -> dict[str, Any]:
+    """Calls of DeepSeek's markup language; `space` stands before its tags."""
+    begin, end = f"<｜DSML｜{space}", f"</｜DSML｜{space}"
+    return {
+        "open": f"{begin}{block}>",
+        "close": f"{end}{block}>",
+        "content": "tagged",
+        "content_args": {
+            "name": [f'{begin}invoke name="', ['">', '"/>']],
+            "empty": '"/>',
+            "key": [f'{begin}parameter name="', '">'],
+            "value": ["", f"{end}parameter>"],
+            "end": f"{end}invoke>",
+            "string": '" string="',
+            "marks": ["｜DSML｜"],
+        },
+    }
+
+
 TOOL_CALLS: dict[str, dict[str, Any]] = {
     "hermes": {"open": "<tool_call>", "close": "</tool_call>", "content": "json"},
     "qwen3_coder": {
@@ -32,6 +52,7 @@ TOOL_CALLS: dict[str, dict[str, Any]] = {
             "end": "</function>",
             "trim": "\n",
         },
+        "bare_open": "<function=",
     },
     "llama3_json": {"open": "<|python_tag|>", "content": "json", "bare": True},
     "mistral": {
@@ -74,19 +95,9 @@ TOOL_CALLS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v31": _DEEPSEEK_CALL
     | {"content_args": {"separator": ["<｜tool▁sep｜>"], "marks": ["<｜tool▁sep｜>"]}},
-    "deepseek_v32": {
-        "open": "<｜DSML｜function_calls>",
-        "close": "</｜DSML｜function_calls>",
-        "content": "tagged",
-        "content_args": {
-            "name": ['<｜DSML｜invoke name="', ['">']],
-            "key": ['<｜DSML｜parameter name="', '">'],
-            "value": ["", "</｜DSML｜parameter>"],
-            "end": "</｜DSML｜invoke>",
-            "string": '" string="',
-            "marks": ["｜DSML｜"],
-        },
-    },
+    "deepseek_v32": _dsml_calls("function_calls"),
+    "deepseek_v4": _dsml_calls("tool_calls"),
+    "deepseek_v41": _dsml_calls("calls", " "),
     "tiny": {"open": "<|tool|>", "close": ")", "content": "named", "content_args": {"separator": ["("]}},
 }
 _THINK = {"open": "<think>", "close": "</think>"}
@@ -103,6 +114,8 @@ REASONING: dict[str, dict[str, Any]] = {
 # Texts that a chat template has, all of them, and what this tells; the first row that fits counts.
 _CALL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),
+    (("<｜DSML｜tool_calls>",), "deepseek_v4"),
+    (("<｜DSML｜ calls>",), "deepseek_v41"),
     (("｜DSML｜",), "deepseek_v32"),
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),

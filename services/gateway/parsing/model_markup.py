@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 
-from diptych.request import GrammarGate, ThoughtBudget
-from engine.sampling.tool_grammar import CallSyntax
-from services.gateway.parsing.answer_format import CHANNEL, MESSAGE, AnswerFormat
+import msgspec
+
+from diptych.request import Grammar, GrammarGate, ThoughtBudget
+from engine.sampling.tool_grammar import CallSyntax, ToolGrammar
+from services.gateway.parsing.answer_format import CHANNEL, MESSAGE, MESSAGE_ENDS, START, AnswerFormat
 from services.gateway.parsing.answer_markup import AnswerMarkup
 from services.gateway.parsing.call_writing import choose_syntax
 from services.gateway.parsing.families import choose_format
 from services.gateway.parsing.own_template import convert_template
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
+
+JSON_KINDS = ("json_schema", "json_object")
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,17 @@ class ModelMarkup:
     def thought_ends(self) -> tuple[int, ...]:
         """The tokens of which each ends a thought, its own end first; empty if that is not one token."""
         found = self.calls.format
-        if found.channels:
-            own: tuple[str, ...] = ("<|end|>",)
-        else:
-            own = found.reasoning.closes if found.reasoning else ()
-        ends = [self._token_of(literal) for literal in (*own, *(found.calls.opens if found.calls else ()))]
+        closes = found.reasoning.closes if found.reasoning else ()
+        own = ("<|end|>", *MESSAGE_ENDS, START, CHANNEL) if found.channels else closes
+        ends = [self._token_of(literal) for literal in dict.fromkeys(own)]
         return tuple(end for end in ends if end is not None) if ends and ends[0] is not None else ()
+
+    @cached_property
+    def call_starts(self) -> tuple[int, ...]:
+        """The tokens that begin calls, also within a thought, which they end."""
+        syntax = self.call_syntax
+        first = () if syntax is None else (*syntax.outer[0], *syntax.opener)[:1]
+        return tuple(token for token in first if isinstance(token, int) and not self.calls.format.channels)
 
     @cached_property
     def call_syntax(self) -> CallSyntax | None:
@@ -85,9 +95,19 @@ class ModelMarkup:
         calls = self.calls.format.calls
         return self._token_of(calls.opens[0]) if calls is not None and calls.opens else None
 
-    def limit_thought(self, tokens: int, is_open: bool) -> ThoughtBudget:
+    def limit_thought(self, tokens: int, is_open: bool, has_tools: bool) -> ThoughtBudget:
         """The budget of an answer whose prompt has begun a thought, or not. It must have `thought_ends`."""
-        return ThoughtBudget(tokens, self.thought_begin, self.thought_ends, is_open)
+        ends = (*self.thought_ends, *(self.call_starts if has_tools else ()))
+        return ThoughtBudget(tokens, self.thought_begin, ends, is_open)
+
+    def bind_text(self, grammar: Grammar) -> Grammar:
+        """The grammar of a JSON text, with the messages around it if an answer consists of messages."""
+        if not self.calls.format.channels or self.call_syntax is None or grammar.kind not in JSON_KINDS:
+            return grammar
+        schema = json.loads(grammar.text) if grammar.text else {"type": "object"}
+        return Grammar(
+            "tools", msgspec.json.encode(ToolGrammar(self.call_syntax, (), content=schema)).decode()
+        )
 
     def gate_schema(self, prefix: str, is_open: bool) -> GrammarGate | None:
         """Where the grammar of the text begins in an answer behind `prefix`; None: at once."""

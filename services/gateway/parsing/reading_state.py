@@ -14,12 +14,14 @@ class ReadingState:
     """One answer while it is read.
 
     `thinking`: it is within a thought. `takes_content`: it is within the text for the client, where stop strings count.
+    `first_doubtful`: how many calls there were before what may be one within a thought.
     """
 
     markup: AnswerMarkup
     tools: ToolTypes
     thinking: bool = False
     takes_content: bool = True
+    first_doubtful: int | None = None
     cursor: TextCursor = field(default_factory=TextCursor)
     parts: PartList = field(init=False)
 

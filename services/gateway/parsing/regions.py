@@ -42,7 +42,7 @@ def read_regions(state: ReadingState) -> Reading[None]:
         if opener in markup.reasoning.opens:
             cursor.at += len(opener)
             yield from _read_thought(state)
-        elif markup.calls is not None and opener in markup.calls.opens:
+        elif markup.calls is not None and opener in (*markup.calls.opens, *markup.calls.bare_opens):
             yield from _read_calls(state, opener)
         else:
             cursor.at += len(opener)
@@ -59,7 +59,7 @@ def _read_thought(state: ReadingState) -> Reading[None]:
             state.add_text(piece, in_thought=True)
             continue
         end = cursor.follows(markup.thought_ends)
-        if not end or end in markup.reasoning.closes:
+        if not end or markup.calls is None or end not in markup.calls.opens:
             cursor.at += len(end)
             break
         if (yield from _read_calls(state, end, in_thought=True)):
@@ -69,13 +69,19 @@ def _read_thought(state: ReadingState) -> Reading[None]:
 
 
 def _read_calls(state: ReadingState, opener: str, in_thought: bool = False) -> Reading[bool]:
-    """Read calls behind `opener`, and what ends them. Returns whether there are any; if not, the opener is text."""
+    """Read calls behind `opener`, and what ends them. Returns whether there are any; if not, the opener is text.
+
+    Without an opener of their own they are calls only of tools that the request has.
+    """
     markup, cursor, before = state.markup, state.cursor, state.parts.num_calls
     assert markup.calls is not None
+    is_marked = opener in markup.calls.opens
     cursor.keep()
-    cursor.at += len(opener)
+    cursor.at += len(opener) * is_marked
     state.takes_content = False
-    source = CallSource(cursor, state.parts, markup.calls, markup.marks, state.tools, not opener)
+    if in_thought:
+        state.thinking, state.first_doubtful = False, before
+    source = CallSource(cursor, state.parts, markup.calls, markup.marks, state.tools, not is_marked)
     try:
         yield from CALL_READERS[markup.calls.content](source)
         found = True
@@ -87,8 +93,12 @@ def _read_calls(state: ReadingState, opener: str, in_thought: bool = False) -> R
         yield from _skip_end(state)
     else:
         cursor.go_back(len(opener))
-        state.add_text(opener, in_thought)
-    state.takes_content = not in_thought
+        if cursor.is_over and opener in markup.marks.literals:
+            # The answer was cut before the call's name.
+            state.parts.end_markup()
+        else:
+            state.add_text(opener, in_thought)
+    state.takes_content, state.thinking, state.first_doubtful = not in_thought, in_thought and not found, None
     return found
 
 

@@ -28,6 +28,7 @@ def read_tagged_calls(source: CallSource) -> Reading[None]:
     name_open, name_closes = options["name"]
     key_open, end = options["key"][0], options.get("end")
     heads = LiteralSet([*name_closes, *(mark for mark in source.marks.literals if mark not in name_closes)])
+    inner = LiteralSet([key_open, *([end] if end else ())])
     is_first = True
     while is_first or end:
         yield from cursor.skip_space()
@@ -40,8 +41,15 @@ def read_tagged_calls(source: CallSource) -> Reading[None]:
             raise NotACall
         if closer == key_open or closer in source.region.closes:
             cursor.at -= len(closer)
+        if source.only_known and not (yield from cursor.leads_to(inner, or_end=False)):
+            # A text that only names the tool.
+            raise NotACall
         source.begin_call(name.strip())
         is_first, is_empty = False, True
+        if closer == options.get("empty"):
+            # A tag that is its own end.
+            parts.end_call()
+            continue
         while True:
             yield from cursor.skip_space()
             if not (yield from cursor.skip_literal(key_open)):
@@ -72,26 +80,57 @@ def _read_parameter(source: CallSource, tool: str) -> Reading[None]:
         if not (yield from cursor.skip_literal(value_open)):
             raise NotACall
     parts.add_arguments(write_json(parts.unmark(key.strip())) + ": ")
-    is_text, trim, held = types == ("string",), options.get("trim", ""), ""
+    is_text, trim, held, end = types == ("string",), options.get("trim", ""), "", ""
     if is_text:
         parts.add_arguments('"')
     if trim:
         yield from cursor.skip_literal(trim)
-    ends = LiteralSet([value_close, *(mark for mark in source.marks.literals if mark != value_close)])
-    while piece := (yield from cursor.read_piece(ends)):
+    ends = LiteralSet([value_close, options["key"][0], *_outer_ends(source)])
+    while True:
+        piece = yield from cursor.read_piece(ends)
+        if not piece:
+            end = cursor.follows(ends)
+            if not end or (yield from _ends_value(source, tool, end, held)):
+                break
+            cursor.at += len(end)
+            piece = end
         held += parts.unmark(piece)
         if is_text:
             # A line break at the end belongs to the tag.
             most = len(held) - (len(trim) if trim and held.endswith(trim) else 0)
             parts.add_arguments(write_json(held[:most])[1:-1])
             held = held[most:]
-    is_closed = yield from cursor.skip_literal(value_close)
-    if is_text:
-        parts.add_arguments('"' if is_closed else "")
-    else:
-        parts.add_arguments(write_value(held.removesuffix(trim), types) if is_closed else "")
-    if not is_closed:
+    if not end:
         raise NotACall
+    cursor.at += len(end) * (end == value_close)
+    parts.add_arguments('"' if is_text else write_value(held.removesuffix(trim), types))
+
+
+def _outer_ends(source: CallSource) -> list[str]:
+    """What ends a call, and the region around it."""
+    end = source.region.options.get("end")
+    return [*([end] if end else ()), *source.region.closes]
+
+
+def _ends_value(source: CallSource, tool: str, found: str, before: str) -> Reading[bool]:
+    """Whether a tag that stands in a value ends it; else it is a part of the text.
+
+    That follows from what comes behind it. Models forget to close a value, too: then what is around it ends it.
+    """
+    cursor, region, options = source.cursor, source.region, source.region.options
+    key_open, name_open = options["key"][0], options["name"][0]
+    if found == key_open:
+        # On a line of its own, with a name that the tool has.
+        if "string" in options or not before.endswith(options.get("trim", "")):
+            return False
+        keys = LiteralSet([f"{key_open}{name}{options['key'][1]}" for name in source.tools.get(tool, ())])
+        return (yield from cursor.leads_to(keys, or_end=False))
+    if found in region.closes:
+        return (yield from cursor.leads_to(LiteralSet(region.opens), len(found)))
+    behind = [*region.closes, *([name_open] if name_open else ())]
+    if found == options["value"][1]:
+        behind = [key_open, *_outer_ends(source)]
+    return (yield from cursor.leads_to(LiteralSet(behind), len(found)))
 
 
 def write_value(raw: str, types: tuple[str, ...]) -> str:
@@ -109,6 +148,8 @@ def write_value(raw: str, types: tuple[str, ...]) -> str:
         "object": isinstance(value, dict),
         "array": isinstance(value, list),
     }
+    if raw.strip() == "null" and "null" in types:
+        return "null"
     for name in types or fits:
         if name == "string":
             break
@@ -135,7 +176,7 @@ def read_gemma_call(source: CallSource) -> Reading[None]:
     source.begin_call(name.strip())
     parts.add_arguments("{")
     delimiters = LiteralSet([*"{}[]:,", quote, *(one for one in source.marks.literals if one != quote)])
-    quotes = LiteralSet([quote, *source.marks.literals])
+    quotes = LiteralSet([quote])
     depth = 1
     while depth:
         word, found = yield from cursor.read_until(delimiters, MAX_BARE)

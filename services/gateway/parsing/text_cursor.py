@@ -48,6 +48,11 @@ class TextCursor:
         """What was kept is not needed any more."""
         self.kept = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but whitespace follows, and no more text will arrive."""
+        return self.closed and not self.text[self.at :].strip(WHITESPACE)
+
     def follows(self, literals: LiteralSet) -> str:
         """The literal that is here; empty if none is."""
         return next((literal for literal in literals.literals if self.text.startswith(literal, self.at)), "")
@@ -72,14 +77,32 @@ class TextCursor:
         return char
 
     def skip_literal(self, literal: str) -> Reading[bool]:
-        """Consume `literal` if it follows."""
+        """Consume `literal` if it follows. What is left of one that the end of the answer has cut is consumed, too."""
         while len(self.text) - self.at < len(literal):
-            if self.closed or not literal.startswith(self.text[self.at :]):
+            if not literal.startswith(self.text[self.at :]):
+                return False
+            if self.closed:
+                self.at = len(self.text)
                 return False
             yield
         found = self.text.startswith(literal, self.at)
         self.at += len(literal) * found
         return found
+
+    def leads_to(self, literals: LiteralSet, skipped: int = 0, or_end: bool = True) -> Reading[bool]:
+        """Whether one of `literals` is the next behind `skipped` characters and whitespace, or else nothing at all.
+
+        It consumes nothing.
+        """
+        while True:
+            rest = self.text[self.at + skipped :].lstrip(WHITESPACE)
+            if any(rest.startswith(literal) for literal in literals.literals):
+                return True
+            if self.closed:
+                return or_end and not rest
+            if not any(literal.startswith(rest) for literal in literals.literals):
+                return False
+            yield
 
     def read_until(self, literals: LiteralSet, most: int) -> Reading[tuple[str, str]]:
         """The text before the first of `literals`, and this one; both are consumed. Empty: the text ends before.
@@ -117,7 +140,7 @@ class TextCursor:
             yield
 
     def read_value(self, literals: LiteralSet, take_piece: Callable[[str], None]) -> Reading[bool]:
-        """Give one JSON value to `take_piece`. The characters `literals` end it wherever they stand.
+        """Give one JSON value to `take_piece`. The characters `literals` end it, unless they stand in a string.
 
         Returns whether the value is complete.
         """
@@ -126,15 +149,20 @@ class TextCursor:
             found = literals.find(self.text, self.at)
             limit = len(self.text) if found is None else found[0]
             ended = scanner.find_end(self.text, self.at, limit)
+            if ended is None and found is not None and scanner.in_string:
+                limit += len(found[1])
             end = limit if ended is None else ended
             if end > self.at:
                 take_piece(self.text[self.at : end])
                 self.at = end
             if ended is not None:
                 return True
-            if found is not None or self.closed:
+            if found is not None and not scanner.in_string:
                 return scanner.is_scalar
-            yield
+            if found is None and self.closed:
+                return scanner.is_scalar
+            if found is None:
+                yield
 
 
 class LiteralSet:
@@ -175,7 +203,7 @@ class ValueScanner:
 
     def __init__(self) -> None:
         self._depth, self._is_begun = 0, False
-        self._in_string = self._is_escaped = False
+        self.in_string = self._is_escaped = False
         # A number or a name has no end of its own.
         self.is_scalar = False
 
@@ -188,7 +216,7 @@ class ValueScanner:
                 continue
             if not self._is_begun:
                 self._is_begun, self.is_scalar = True, text[at] not in '"{['
-            pattern = _STRING_END if self._in_string else _SCALAR_END if self.is_scalar else _STRUCTURE
+            pattern = _STRING_END if self.in_string else _SCALAR_END if self.is_scalar else _STRUCTURE
             found = pattern.search(text, at, limit)
             if found is None:
                 return None
@@ -204,8 +232,8 @@ class ValueScanner:
         if char == "\\":
             self._is_escaped = True
         elif char == '"':
-            self._in_string = not self._in_string
-            return not self._in_string and self._depth == 0
+            self.in_string = not self.in_string
+            return not self.in_string and self._depth == 0
         else:
             self._depth += 1 if char in "{[" else -1
             return self._depth <= 0

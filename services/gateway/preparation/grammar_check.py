@@ -29,14 +29,14 @@ class GrammarChecker:
         except GrammarError as error:
             self._unable = error.what
 
-    def rejection_reason(self, grammar: Grammar) -> str | None:
-        """Why `grammar` cannot be served; None if it can.
+    def rejection_reason(self, grammar: Grammar, field: str) -> str | None:
+        """Why `grammar`, which `field` asks for, cannot be served; None if it can.
 
         Raises:
             RequestError: this model's tokenizer allows no structured output at all.
         """
         if self._tokenizer is None:
-            failure = RequestFailure(FailureReason.UNSUPPORTED_PARAMETER, self._unable, "response_format")
+            failure = RequestFailure(FailureReason.UNSUPPORTED_PARAMETER, self._unable, field)
             raise RequestError(failure)
         try:
             check_grammar(grammar, self._tokenizer)

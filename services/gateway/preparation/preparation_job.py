@@ -19,11 +19,12 @@ from diptych.request import Grammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.schemas.batch_schema import check_batch_body
 from services.gateway.openai.tenancy import Caller
+from services.gateway.openai.translated import GrammarCheck
 from services.gateway.openai.validate import RequestRules
 from services.gateway.preparation.file_job import FileJob, run_file_job
 from services.gateway.preparation.fork_server import FrameSocket, JobFunction
 from services.gateway.preparation.grammar_check import GrammarChecker
-from services.gateway.preparation.resolve_body import GrammarCheck, resolve_body
+from services.gateway.preparation.resolve_body import resolve_body
 
 # Seconds of CPU time for one job, and for the grammar check within it. A preparer that needs more is killed by
 # SIGPROF.
@@ -68,12 +69,13 @@ class PreparationFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class GrammarQuery(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A preparer is about to check a grammar, whose digest is `grammar`.
+    """A preparer is about to check a grammar, whose digest is `grammar`, and which the client's `field` asks for.
 
     The gateway answers with a `GrammarFinding`, or with None if it knows none.
     """
 
     grammar: bytes  # a digest
+    field: str
 
 
 class GrammarFinding(msgspec.Struct, frozen=True, array_like=True):
@@ -122,13 +124,13 @@ def load_job_function(rules: RequestRules) -> JobFunction:
     grammars = GrammarChecker(rules.tokenizer)
 
     def work(job: bytes, gateway: FrameSocket) -> bytes:
-        def check(grammar: Grammar) -> str | None:
-            gateway.write_frame(_encoder.encode(GrammarQuery(grammar_digest(grammar))))
+        def check(grammar: Grammar, field: str) -> str | None:
+            gateway.write_frame(_encoder.encode(GrammarQuery(grammar_digest(grammar), field)))
             known: GrammarFinding | None = _findings.decode(gateway.read_frame() or b"\xc0")
             if known is not None:
                 return known.why
             _limit_cpu_time(GRAMMAR_CPU_S)
-            finding = GrammarFinding(grammars.rejection_reason(grammar))
+            finding = GrammarFinding(grammars.rejection_reason(grammar, field))
             _limit_cpu_time(JOB_CPU_S)
             gateway.write_frame(_encoder.encode(GrammarChecked(finding)))
             return finding.why

@@ -27,10 +27,10 @@ _file_reports = msgspec.msgpack.Decoder(FileJobResult)
 class PreparerDied(Exception):
     """A preparer ended during a job.
 
-    `status` is its exit status, if known. `checking` is the digest of the grammar that it was checking, if any.
+    `status` is its exit status, if known. `checking` names the grammar that it was checking, if any.
     """
 
-    def __init__(self, status: int | None, checking: bytes | None) -> None:
+    def __init__(self, status: int | None, checking: GrammarQuery | None) -> None:
         super().__init__(f"a preparer ended with status {status}")
         self.status, self.checking = status, checking
 
@@ -73,7 +73,7 @@ class Preparer:
         Raises:
             PreparerDied: the process ended first.
         """
-        checking: bytes | None = None
+        checking: GrammarQuery | None = None
         try:
             await self._write_frame(job)
             while True:
@@ -81,11 +81,11 @@ class Preparer:
                     await self._read_frame()
                 )
                 if isinstance(report, GrammarQuery):
-                    checking = report.grammar
-                    await self._write_frame(msgspec.msgpack.encode(findings.get_finding(checking)))
+                    checking = report
+                    await self._write_frame(msgspec.msgpack.encode(findings.get_finding(report.grammar)))
                 elif isinstance(report, GrammarChecked):
                     assert checking is not None
-                    findings.store_finding(checking, report.finding)
+                    findings.store_finding(checking.grammar, report.finding)
                     checking = None
                 else:
                     return report

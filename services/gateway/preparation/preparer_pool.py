@@ -23,7 +23,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.log_format import about_request
 from diptych.request import Grammar
-from services.gateway.openai.validate import RequestRules
+from services.gateway.openai.validate import RequestRules, grammar_error
 from services.gateway.preparation.fork_server import (
     ForkServer,
     KillPreparer,
@@ -46,7 +46,6 @@ from services.gateway.preparation.preparation_job import (
     prepare_body,
 )
 from services.gateway.preparation.preparer import GrammarFindings, Preparer, PreparerDied
-from services.gateway.preparation.resolve_body import grammar_error
 from services.gateway.preparation.tenant_queue import TenantQueue, TenantQueueFull
 
 # Bodies of at most this many bytes are prepared on the event loop. They take a few milliseconds at most.
@@ -265,8 +264,8 @@ class PreparerPool:
             problem = f"the body takes more than {JOB_CPU_S:g} s to be prepared, or too much memory"
             return RequestError(RequestFailure(FailureReason.REQUEST_TOO_COMPLEX, problem))
         why = f"its check takes more than {GRAMMAR_CPU_S:g} s, or too much memory"
-        self._findings.store_finding(died.checking, GrammarFinding(why))
-        return grammar_error(why)
+        self._findings.store_finding(died.checking.grammar, GrammarFinding(why))
+        return grammar_error(why, died.checking.field)
 
     def end_preparer(self, preparer: Preparer) -> None:
         """Kill a preparer, whatever it does."""
@@ -327,7 +326,7 @@ class PreparerPool:
         if ended is not None and not ended.done():
             ended.set_result(report.status)
 
-    def _known_rejection(self, grammar: Grammar) -> str | None:
+    def _known_rejection(self, grammar: Grammar, field: str) -> str | None:
         finding = self._findings.get_finding(grammar_digest(grammar))
         if finding is None:
             raise GrammarUnchecked

@@ -13,8 +13,6 @@ from typing import Any
 
 import msgspec
 
-from diptych.errors import RequestError
-from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.request import Grammar
 from services.gateway.generation.output_text import with_echo
 from services.gateway.messages.translate import translate_count, translate_messages
@@ -55,8 +53,15 @@ from services.gateway.openai.thoughts import (
     gate_behind_thought,
     is_thinking,
 )
-from services.gateway.openai.tools import TOOLS, ToolPlan, build_tool_grammar, gate_calls, plan_tools
-from services.gateway.openai.translated import TranslatedRequest
+from services.gateway.openai.tools import (
+    TOOLS,
+    ToolPlan,
+    binds_calls,
+    build_tool_grammar,
+    gate_calls,
+    plan_tools,
+)
+from services.gateway.openai.translated import GrammarCheck, TranslatedRequest
 from services.gateway.openai.validate import (
     RequestRules,
     build_grammar,
@@ -65,6 +70,7 @@ from services.gateway.openai.validate import (
     check_model_name,
     check_text_length,
     context_length_error,
+    grammar_error,
     invalid_value_error,
     split_prompts,
 )
@@ -82,8 +88,6 @@ from services.gateway.responses.translate import translate_responses
 GRAMMAR_FIELD = "response_format"
 # Of a prompt that is cut to its last tokens so many more are made, since the first ones depend on the text before them.
 MARGIN_TOKENS = 64
-
-GrammarCheck = Callable[[Grammar], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ def resolve_body(
     """The request that `body` asks for, or the body of the response if it needs no generation.
 
     `route` is a key of `ROUTES`. `check` returns the reason why a grammar cannot be served, None if it can; it may
-    compile the grammar, and is called at most once.
+    compile the grammar, and is called at most once, with what this route calls the field that asks for it.
 
     Raises:
         RequestError: the body is refused.
@@ -161,7 +165,8 @@ def resolve_body(
     else:
         translated = steps.translate(fields, rules)
         with translated.names.rename_errors():
-            resolved = _resolve_fields(steps, translated, caller, rules, check)
+            renamed = translated.names.rename_check(check)
+            resolved = _resolve_fields(steps, translated, caller, rules, renamed)
     if ignored and isinstance(resolved, ResolvedRequest):
         return replace(resolved, ignored_fields=tuple(ignored))
     return resolved
@@ -172,7 +177,7 @@ def _resolve_fields(
 ) -> ResolvedRequest | bytes:
     """The same as `resolve_body`, for a body that is decoded."""
     valid = steps.validate(fields, caller, rules)
-    if valid.grammar is not None and (why := check(valid.grammar)) is not None:
+    if valid.grammar is not None and (why := check(valid.grammar, valid.grammar_field)) is not None:
         raise grammar_error(why, valid.grammar_field)
     kept = count_kept(fields, rules) if isinstance(fields, ChatRequest | CompletionRequest) else None
     prompts = [_tokenize_source(source, valid, kept, rules) for source in valid.sources]
@@ -182,12 +187,6 @@ def _resolve_fields(
     if rules.prefix_caching and isinstance(resolved, ResolvedRequest):
         return resolved.with_chunk_names()
     return resolved
-
-
-def grammar_error(why: str, field: str = GRAMMAR_FIELD) -> RequestError:
-    """The error for a client whose grammar cannot be served; `why` completes the sentence."""
-    problem = f"'{field}' cannot be served: {why}"
-    return RequestError(RequestFailure(FailureReason.INVALID_SCHEMA, problem, field))
 
 
 def _tokenize_source(
@@ -233,6 +232,8 @@ def _validate_chat(request: ChatRequest, caller: Caller, rules: RequestRules) ->
     grammar, field = _build_grammar(request, plan is not None, rules)
     if plan is not None and rules.markup is not None:
         grammar, field = build_tool_grammar(plan, request.response_format, rules.markup), TOOLS
+    elif grammar is not None and rules.markup is not None:
+        grammar = rules.markup.bind_text(grammar)
     options = choose_template_options(request, rules)
     conversation = _validate_conversation(request, request.messages, options)
     if plan is not None:
@@ -270,6 +271,8 @@ def _resolve_chat(
     grammar = valid.grammar
     if grammar is not None and context is not None:
         grammar = _gate_grammar(grammar, valid.plan, context.prefix, rules)
+        assert rules.markup is not None
+        context = replace(context, calls_bound=binds_calls(grammar, rules.markup))
     plain = Prompt(prompt.ids)
     return resolve_chat(request, plain, grammar, rules, caller.tenant, system_tokens, context)
 

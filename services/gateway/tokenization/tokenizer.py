@@ -38,6 +38,10 @@ def byte_of_symbol() -> Mapping[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+# A text of more characters is tokenized without noting where each token stands.
+LONG_CHARS = 4096
+
+
 @dataclass(frozen=True)
 class GatewayTokenizer:
     """One model's vocabulary and chat template.
@@ -124,7 +128,12 @@ class GatewayTokenizer:
         Raises:
             RequestError: 400 if the text has a token that the tokenizer knows, but not the model.
         """
-        ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        if len(text) > LONG_CHARS:
+            # It takes two thirds of the time.
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        else:
+            encoding = self.backend.encode(text, add_special_tokens=special)
+        ids: list[int] = encoding.ids
         if self._has_unknown_tokens and (largest := max(ids, default=0)) >= self.size:
             found = f"the text holds {self.token_text(largest)!r}, token {largest}"
             problem = f"{found}; this model's are below {self.size}"

@@ -88,6 +88,48 @@ def test_thoughts_are_counted_across_their_parts() -> None:
     assert ThoughtCounter(ThoughtBudget(0, (OPEN,), (CLOSE,), is_open=True), []).forced == CLOSE
 
 
+def test_a_token_within_a_thought_may_begin_what_the_grammar_binds(
+    tokenizer: Any, word: grammar.GrammarMatcher
+) -> None:
+    a = only(tokenizer, "a")
+    match = GatedMatcher(GrammarGate(((CLOSE,),), starts=(a,)), word)
+    match.replay([7, 8])
+    assert state(match) == (False, False, False)
+    match.push(a)
+    # It is the first token of the grammar, too.
+    assert state(match) == (True, True, False)
+    assert not match.token_mask(WIDTH)[7] and match.token_mask(WIDTH)[a]
+    match.push(a)
+    assert match.done
+
+
+def test_what_ends_a_thought_may_begin_the_next() -> None:
+    counter = ThoughtCounter(ThoughtBudget(3, (OPEN, 9), (CLOSE, OPEN)), [OPEN, 9, 1, OPEN, 9, 1, 1])
+    assert counter.forced == CLOSE
+
+
+def test_a_thought_that_a_grammar_binds_ends_with_a_whole_character(tokenizer: Any) -> None:
+    sampler = Sampler(WIDTH, grammar.build_tokenizer(tokenizer, [END]))
+    bound = Grammar("lark", f"start: <[{OPEN}]> TEXT <[{CLOSE}]>\nTEXT: /(.|\\n)*/")
+    asked = SamplingParams(
+        max_tokens=9,
+        seed=1,
+        grammar=bound,
+        thought=ThoughtBudget(1, (OPEN,), (CLOSE,)),
+        stop_token_ids=(END,),
+    )
+    first, *rest = tokenizer.encode("世", add_special_tokens=False)
+    row = sampler.open(Sequence("r", 1, [1], asked, math.inf, output=[OPEN, first]))
+    for token in rest:
+        logits = np.zeros(WIDTH, np.float32)
+        row.shape(logits)
+        assert np.isfinite(logits[token]) and not np.isfinite(logits[CLOSE])
+        row.push(token)
+    logits = np.zeros(WIDTH, np.float32)
+    row.shape(logits)
+    assert rest and np.flatnonzero(np.isfinite(logits)).tolist() == [CLOSE]
+
+
 def generate(sampler: Sampler, asked: SamplingParams, begun: list[int], count: int) -> list[int]:
     """Tokens that noise draws, from `begun` on, as another worker would continue them."""
     seq = Sequence("r", 1, [1], asked, math.inf, output=list(begun))

@@ -30,6 +30,7 @@ CITY = {
         "city": {"type": "string"},
         "days": {"type": "integer", "minimum": 0, "maximum": 99},
         "unit": {"type": "string", "enum": ["c", "f"]},
+        "note": {"type": ["string", "null"]},
         "hours": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
         "deep": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False},
     },
@@ -43,7 +44,10 @@ LOOSE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type"
 TOOLS = {"weather": CITY, "now": NONE, "loose": LOOSE}
 FORMS = tuple(ToolForm(name, schema) for name, schema in TOOLS.items())
 TYPES = {
-    name: {key: (field["type"],) for key, field in schema["properties"].items()}
+    name: {
+        key: (field["type"],) if isinstance(field["type"], str) else tuple(field["type"])
+        for key, field in schema["properties"].items()
+    }
     for name, schema in TOOLS.items()
 }
 

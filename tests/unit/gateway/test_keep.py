@@ -46,7 +46,7 @@ def resolve(rules: RequestRules, keep: Any = None, **fields: Any) -> ResolvedReq
     route, prompt = ("chat", {}) if "messages" in fields else ("completion", {"prompt": PROMPT})
     more = {} if keep is None else {"diptych": {"keep": keep}}
     body = msgspec.json.encode({"model": "toy", "max_tokens": 1} | prompt | more | fields)
-    ask = resolve_body(route, body, Caller(0.0), rules, lambda _: None)
+    ask = resolve_body(route, body, Caller(0.0), rules, lambda grammar, field: None)
     assert isinstance(ask, ResolvedRequest)
     return ask
 

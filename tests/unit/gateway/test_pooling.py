@@ -50,7 +50,7 @@ def rules_of(tokenizer: GatewayTokenizer, pooler: ModelPooler, **limits: int) ->
 
 
 def resolve(route: str, rules: RequestRules, **fields: Any) -> ResolvedRequest:
-    found = resolve_body(route, msgspec.json.encode(fields), Caller(0.0), rules, lambda grammar: None)
+    found = resolve_body(route, msgspec.json.encode(fields), Caller(0.0), rules, lambda grammar, field: None)
     assert isinstance(found, ResolvedRequest)
     # It passes between processes.
     return msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=ResolvedRequest)

@@ -29,6 +29,7 @@ from services.gateway.preparation.preparer_pool import MAX_INLINE_BYTES, Prepare
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.support.model_folder import make_folder
 from tests.unit.gateway.preparing import PATIENCE_S, TICK_S, Gaps, completion, job, within
+from tests.unit.gateway.thinking_model import thinking_rules
 
 GAP_S = 0.25  # that streams are promised not to be held up longer
 
@@ -208,6 +209,45 @@ def test_a_grammar_that_cannot_be_checked_in_time_is_remembered(
             failure = await refusal(pool, structured({"type": "object"}))
             assert (failure.status, failure.code, failure.client_may_retry) == (400, "invalid_schema", False)
         assert checks.read_text() == "x"
+
+    within(pool, work)
+
+
+ASKED = {"model": "toy", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+OBJECT = {"type": "object", "description": "of the route"}
+TEXT_FORMAT = {"type": "json_schema", "name": "a", "schema": OBJECT}
+TOOL = {"name": "f", "input_schema": OBJECT}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("chat", ASKED | {"structured_outputs": {"json": OBJECT}}, "structured_outputs"),
+        ("completion", {"model": "toy", "prompt": "x", "structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ("responses", {"model": "toy", "input": "x", "text": {"format": TEXT_FORMAT}}, "text.format"),
+        (
+            "messages",
+            ASKED | {"output_config": {"format": {"type": "json_schema", "schema": OBJECT}}},
+            "output_config.format",
+        ),
+        ("messages", ASKED | {"tools": [TOOL], "tool_choice": {"type": "any"}}, "tools"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_takes_too_long_is_named_by_the_client_s_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, fields: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr(
+        "services.gateway.preparation.grammar_check.check_grammar", lambda grammar, tokenizer: spin()
+    )
+    monkeypatch.setattr(preparation_job, "GRAMMAR_CPU_S", 0.3)
+    pool = PreparerPool(thinking_rules(tmp_path))
+
+    async def work(gaps: Gaps) -> None:
+        # The second one is told what the first one has found.
+        for _ in range(2):
+            failure = await refusal(pool, job(route, fields))
+            assert (failure.code, failure.param) == ("invalid_schema", param)
+            assert failure.message.startswith(f"'{param}' cannot be served")
 
     within(pool, work)
 

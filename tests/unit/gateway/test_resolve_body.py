@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def resolve(route: str, rules: RequestRules, calls: list[str], **fields: Any) -> ResolvedRequest | bytes:
-    def check(grammar: Grammar) -> str | None:
+    def check(grammar: Grammar, field: str) -> str | None:
         calls.append("check_grammar")
         return None
 
@@ -113,7 +113,7 @@ def test_a_grammar_that_is_refused_ends_the_body_before_its_prompt_is_rendered(
 ) -> None:
     body = msgspec.json.encode(BODIES["chat"])
     with pytest.raises(RequestError, match="cannot be served: it is too large"):
-        resolve_body("chat", body, Caller(0.0), rules, lambda grammar: "it is too large")
+        resolve_body("chat", body, Caller(0.0), rules, lambda grammar, field: "it is too large")
     assert "render_conversation" not in calls
 
 
@@ -153,5 +153,5 @@ def test_a_long_prompt_comes_out_of_a_preparer_at_the_cost_of_a_copy() -> None:
 def test_messages_take_what_the_context_leaves(rules: RequestRules) -> None:
     for route, clips in (("messages", True), ("chat", False)):
         body = msgspec.json.encode(BODIES[route])
-        resolved = resolve_body(route, body, Caller(0.0), rules, lambda grammar: None)
+        resolved = resolve_body(route, body, Caller(0.0), rules, lambda grammar, field: None)
         assert isinstance(resolved, ResolvedRequest) and resolved.clips_length == clips

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from diptych.errors import ModelError, RequestError
-from diptych.request import GrammarGate, ThoughtBudget
+from diptych.request import Grammar, GrammarGate, ThoughtBudget
+from engine.sampling.tool_grammar import ToolGrammar
 from services.gateway.openai.resolve import ResolvedRequest
 from services.gateway.openai.tenancy import Caller
 from services.gateway.openai.validate import RequestRules
@@ -34,7 +35,9 @@ def always(tmp_path_factory: pytest.TempPathFactory) -> RequestRules:
 
 def resolve(rules: RequestRules, **fields: Any) -> ResolvedRequest:
     body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], **fields}
-    resolved = resolve_body("chat", msgspec.json.encode(body), Caller(0.0), rules, lambda grammar: None)
+    resolved = resolve_body(
+        "chat", msgspec.json.encode(body), Caller(0.0), rules, lambda grammar, field: None
+    )
     assert isinstance(resolved, ResolvedRequest)
     return resolved
 
@@ -89,8 +92,10 @@ def test_a_budget_is_resolved_with_the_tokens_that_it_needs(
 ) -> None:
     begin, end = (token_ids(thinking, text)[0] for text in ("<think>", "</think>"))
     call = token_ids(thinking, "<tool_call>")[0]
-    budget = resolve(thinking, thinking_token_budget=5, max_tokens=9).sampling.thought
-    assert budget == ThoughtBudget(5, (begin,), (end, call), False)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for tools, ends in ((None, (end,)), ([tool], (end, call))):
+        budget = resolve(thinking, thinking_token_budget=5, max_tokens=9, tools=tools).sampling.thought
+        assert budget == ThoughtBudget(5, (begin,), ends, False)
     assert resolve(thinking).sampling.thought is None
     message, param = refused(thinking, thinking_token_budget=10, max_tokens=9)
     assert "more than the 9 tokens" in message and param == "thinking_token_budget"
@@ -127,15 +132,20 @@ def test_an_open_thought_leaves_the_answer_free(tmp_path: Path) -> None:
 
 def test_gpt_oss_s_schema_begins_with_its_last_channel(tmp_path: Path) -> None:
     markers = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|constrain|>")
+    ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
     template = "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant<|channel|>"
     tokenizer = GatewayTokenizer.load(str(make_folder(tmp_path, 512, markers, template)))
     markup = ModelMarkup.load(tokenizer)
     assert markup is not None and markup.thinks
-    assert markup.thought_ends == (tokenizer.backend.token_to_id("<|end|>"),)
+    assert markup.thought_ends == tuple(tokenizer.backend.token_to_id(end) for end in ends)
     assert tokenizer.decode(list(markup.thought_begin), False) == "<|channel|>analysis<|message|>"
     gate = markup.gate_schema("", False)
     assert gate is not None and gate.is_free
     assert tokenizer.decode(list(gate.binds[0]), False) == "<|channel|>final<|message|>"
+    # A JSON text is bound with the messages around it, so nothing else is said beside it.
+    bound = markup.bind_text(Grammar("json_schema", '{"type": "integer"}'))
+    assert msgspec.json.decode(bound.text, type=ToolGrammar).content == {"type": "integer"}
+    assert markup.bind_text(Grammar("regex", "a")) == Grammar("regex", "a")
 
 
 def test_a_checkpoint_s_own_template_comes_before_the_chat_template_s_signs(tmp_path: Path) -> None:

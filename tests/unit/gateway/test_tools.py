@@ -50,8 +50,8 @@ def checker(thinking: RequestRules) -> GrammarChecker:
 def resolve(rules: RequestRules, checker: GrammarChecker | None = None, **fields: Any) -> ResolvedRequest:
     body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
 
-    def check(grammar: Grammar) -> str | None:
-        return checker.rejection_reason(grammar) if checker else None
+    def check(grammar: Grammar, field: str) -> str | None:
+        return checker.rejection_reason(grammar, field) if checker else None
 
     resolved = resolve_body("chat", msgspec.json.encode(body), Caller(0.0), rules, check)
     assert isinstance(resolved, ResolvedRequest)
@@ -96,6 +96,8 @@ def test_in_auto_the_grammar_binds_from_a_call_s_marker_on(
     grammar, gate = grammar_of(resolve(thinking, checker))
     assert gate == GrammarGate(((marker,),), repeats=True, may_end=True)
     assert grammar.is_open and not grammar.many and names_of(grammar) == ["weather", "now"]
+    auto = resolve(thinking, checker).context
+    assert auto is not None and auto.calls_bound
     resolved = resolve(thinking, checker, parallel_tool_calls=False)
     _, gate = grammar_of(resolved)
     assert gate == GrammarGate(((marker,),), may_end=True)
@@ -120,7 +122,9 @@ def test_a_call_that_must_come_is_bound_behind_the_thought(
     begin, end = (token_ids(thinking, text)[0] for text in ("<think>", "</think>"))
     grammar, gate = grammar_of(resolve(thinking, checker, tool_choice=choice))
     assert (names_of(grammar), grammar.many, grammar.is_open) == (names, many, False)
-    assert gate == GrammarGate(((end,),), is_free=False, frees=begin)
+    # A call may also come amid the thought, and ends it.
+    [marker] = token_ids(thinking, "<tool_call>")
+    assert gate == GrammarGate(((end,),), is_free=False, frees=begin, starts=(marker,))
     _, gate = grammar_of(resolve(thinking, checker, tool_choice=choice, reasoning_effort="none"))
     assert gate is None
 
@@ -149,6 +153,7 @@ def test_a_model_without_marker_tokens_calls_freely_in_auto(tmp_path: Path) -> N
     rules = RequestRules(tokenizer, ("toy",), 512, RequestLimits(), markup=ModelMarkup.load(tokenizer))
     resolved = resolve(rules)
     assert resolved.sampling.grammar is None and resolved.context is not None
+    assert not resolved.context.calls_bound
     grammar, _ = grammar_of(resolve(rules, tool_choice="required"))
     assert all(isinstance(part, str) for part in grammar.syntax.opener)
 

@@ -43,7 +43,7 @@ def resolve(
     rules: RequestRules, route: str = "completion", why: str | None = None, **fields: Any
 ) -> ResolvedRequest:
     body = msgspec.json.encode({**BODIES[route], **fields})
-    resolved = resolve_body(route, body, Caller(0.0), rules, lambda grammar: why)
+    resolved = resolve_body(route, body, Caller(0.0), rules, lambda grammar, field: why)
     assert isinstance(resolved, ResolvedRequest)
     return resolved
 
@@ -228,7 +228,7 @@ def test_a_prompt_is_cut_to_what_fits(rules: RequestRules, prompt: Any) -> None:
     assert refusal(rules, prompt=prompt, truncate_prompt_tokens=CONTEXT).code == "context_length_exceeded"
     many = {"model": "toy", "messages": [{"role": "user", "content": "word " * 5000}]}
     body = msgspec.json.encode({**many, "truncate_prompt_tokens": -1})
-    resolved = resolve_body("chat", body, Caller(0.0), rules, lambda grammar: None)
+    resolved = resolve_body("chat", body, Caller(0.0), rules, lambda grammar, field: None)
     assert isinstance(resolved, ResolvedRequest)
     assert (len(resolved.prompts[0].tokens), resolved.sampling.max_tokens) == (CONTEXT - 1, 1)
 
@@ -295,4 +295,4 @@ def test_unknown_fields_are_refused_or_passed_over(rules: RequestRules) -> None:
     many: dict[str, Any] = {f"x{i}": i for i in range(17)}
     assert refusal(lenient, **many).code == "unrecognized_request_argument"
     with pytest.raises(RequestError):
-        resolve_body("tokenize", b'{"prompt":"a","x":1}', Caller(0.0), lenient, lambda grammar: None)
+        resolve_body("tokenize", b'{"prompt":"a","x":1}', Caller(0.0), lenient, lambda grammar, field: None)

@@ -155,6 +155,55 @@ SAMPLES = [
         "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
         [("content", "ok"), *call("f", '{"a": "1", "z": [5]}'), *call("g")],
     ),
+    # A tag that is its own end.
+    AnswerSample(
+        "deepseek_v4",
+        "deepseek_r1",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="n" string="false">7</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="g"/>\n</｜DSML｜tool_calls>',
+        [*call("f", '{"n": 7}'), *call("g")],
+    ),
+    AnswerSample(
+        "deepseek_v41",
+        "deepseek_r1",
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+        '<｜DSML｜ parameter name="a" string="true"> x\n</｜DSML｜ parameter>\n'
+        "</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+        call("f", '{"a": " x\\n"}'),
+    ),
+    # A text that holds the tags of its own call.
+    AnswerSample(
+        "qwen3_coder",
+        "none",
+        "<tool_call>\n<function=f>\n<parameter=a>\nclose </parameter> and </function> or </tool_call>; "
+        "open <parameter=a> <tool_call>\n</parameter>\n</function>\n</tool_call>",
+        call("f", '{"a": "close </parameter> and </function> or </tool_call>; open <parameter=a> <tool_call>"}'),
+    ),
+    AnswerSample(
+        "glm45",
+        "none",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>in <tool_call> and </tool_call>; <arg_key>.</arg_value>"
+        "</tool_call>",
+        call("f", '{"a": "in <tool_call> and </tool_call>; <arg_key>."}'),
+    ),
+    # Values that are not closed: before another one, before the end of the function, before that of the call.
+    AnswerSample(
+        "qwen3_coder",
+        "none",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=n>\n5\n</function>\n</tool_call>",
+        call("f", '{"a": "x", "n": 5}'),
+    ),
+    AnswerSample(
+        "glm45", "none", "<tool_call>f<arg_key>a</arg_key><arg_value>x</tool_call>", call("f", '{"a": "x"}')
+    ),
+    # A call whose first marker is missing, and words that only name a tool.
+    AnswerSample(
+        "qwen3_coder",
+        "none",
+        "Write <function=f> so:\n<function=f>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>",
+        [("content", "Write <function=f> so:"), *call("f", '{"n": 5}')],
+    ),
     AnswerSample(
         "tiny",
         "none",

@@ -110,13 +110,51 @@ def test_an_end_that_is_text_may_stand_in_a_string() -> None:
         '<tool_call>{"name": 3}</tool_call>',
         "a </tool_call> b </think>",
         '<tool_call>{"arguments": {',
-        "<tool_call>",
     ],
 )
 def test_what_cannot_be_read_is_text(text: str) -> None:
     for tokens in ((), ("<tool_call>", "</tool_call>", "</think>")):
         markup = make_markup(SAMPLES[0].answer_format, tokens)
         assert join_parts(read_pieces(markup, list(markup.markers.mark_text(text)))) == [("content", text)]
+
+
+def test_markup_that_is_cut_is_not_shown() -> None:
+    """But text that only spells a marker is."""
+    for tokens, shown in ((("<tool_call>",), "hi"), ((), "hi\n<tool_call>\n")):
+        markup = make_markup(SAMPLES[0].answer_format, tokens)
+        text = markup.markers.mark_text("hi\n<tool_call>\n")
+        assert join_parts(read_pieces(markup, list(text))) == [("content", shown)]
+    for header in ("<|start|>assistant to=functions.f<|channel|>commentary", "<|channel|>final", "<|start|>"):
+        harmony = choose_format("", "openai", "openai_gptoss")
+        assert harmony is not None
+        text = f"<|channel|>analysis<|message|>so<|end|>{header}"
+        assert join_parts(read_pieces(make_markup(harmony), list(text))) == [("reasoning", "so")]
+
+
+@pytest.mark.parametrize("family", ["hermes", "deepseek_v31", "mistral", "llama3_json", "gemma4"])
+def test_a_marker_s_token_in_a_string_is_text(family: str) -> None:
+    """Vocabularies have one token for the marker, also where a model only writes about it."""
+    answer_format = choose_format("", family, "qwen3")
+    assert answer_format is not None and answer_format.calls is not None
+    opener, close = answer_format.calls.opens[0], (*answer_format.calls.closes, "")[0]
+    said = f"use {opener} and {close or '</think>'} <think>"
+    written = {
+        "hermes": f'{opener}{{"name": "f", "arguments": {{"a": "{said}"}}}}{close}',
+        "deepseek_v31": f'{opener}f<｜tool▁sep｜>{{"a": "{said}"}}{close}',
+        "mistral": f'{opener}f[ARGS]{{"a": "{said}"}}',
+        "llama3_json": f'{opener}{{"name": "f", "parameters": {{"a": "{said}"}}}}',
+        "gemma4": f'{opener}call:f{{a:<|"|>{said}<|"|>}}{close}',
+    }[family]
+    markup = make_markup(answer_format, answer_format.literals)
+    [(_, name), (_, arguments)] = join_parts(read_pieces(markup, list(markup.markers.mark_text(written))))
+    assert name == "f" and json.loads(arguments) == {"a": said}
+
+
+def test_a_call_without_its_marker_is_not_marked() -> None:
+    bare = next(sample for sample in SAMPLES if sample.text.startswith("Write <function=f>"))
+    for sample, is_marked in ((bare, False), (SAMPLES[0], True)):
+        parts = read_pieces(make_markup(sample.answer_format), [sample.text])
+        assert {part.is_marked for part in parts if part.kind == "call"} == {is_marked}
 
 
 def test_a_call_that_is_cut_keeps_what_it_has() -> None:
@@ -186,6 +224,8 @@ def test_what_is_found_can_always_be_sent(family: str, text: str, as_tokens: boo
         ("5.5", ("number",), "5.5"),
         ("True", ("boolean",), "true"),
         ("None", ("null", "string"), "null"),
+        ("null", ("string", "null"), "null"),
+        ("None", ("string", "null"), '"None"'),
         ("x", ("null", "string"), '"x"'),
         ("[1]", ("array",), "[1]"),
         ("[1", ("array",), '"[1"'),

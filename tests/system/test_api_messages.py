@@ -96,7 +96,7 @@ CONVERSATIONS = [
     Conversation("a length beyond the context", "text", "a" * 2000, fields={"max_tokens": 32000},
                  reason="model_context_window_exceeded"),
     Conversation("a call without an object", "text", UNREAD, fields={"tools": TOOLS}),
-    Conversation("a call that does not end", "text", JUMP[:47], fields={"tools": TOOLS}),
+    Conversation("a call that does not end", "text", JUMP[:47], fields={"tools": TOOLS, "stop_token_ids": [2]}),
     Conversation("a text, a call without an object, and another", "text text tool_use",
                  f"{TEXT}\n{UNREAD}\n{JUMP}", fields={"tools": TOOLS}, reason="tool_use"),
     Conversation("nothing", "", ""),
@@ -154,6 +154,30 @@ def test_a_call_too_long_has_no_input(gateway: Running, http: httpx.Client) -> N
     [block] = play(gateway, http, conversation, False).json()["content"]
     assert block["input"] == {} and block["name"] == "jump"
     events = read_events(play(gateway, http, conversation, True).text)
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens" and events[-1] == {"type": "message_stop"}
+
+
+def partial_pieces(events: list[dict[str, Any]]) -> list[str]:
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    return [delta["partial_json"] for delta in deltas if delta["type"] == "input_json_delta"]
+
+
+def test_arguments_that_a_grammar_binds_are_sent_as_they_come(gateway: Running, http: httpx.Client) -> None:
+    """Other ones wait: they may turn out to be no object."""
+    long = JUMP.replace('"x": 1', f'"x": {"1" * 40}')
+    events = read_events(play(gateway, http, Conversation("", "", long, fields={"tools": TOOLS}), True).text)
+    pieces = partial_pieces(events)
+    assert len(pieces) > 5 and json.loads("".join(pieces)) == {"x": int("1" * 40)}
+    # An end that the client names may come anywhere.
+    ended = Conversation("", "", long, fields={"tools": TOOLS, "stop_token_ids": [2]})
+    assert len(partial_pieces(read_events(play(gateway, http, ended, True).text))) == 1
+
+
+def test_a_bound_call_that_does_not_end_is_not_to_be_run(gateway: Running, http: httpx.Client) -> None:
+    """No grammar allows it to end here; should it do so, clients drop what is cut."""
+    conversation = Conversation("", "", JUMP[:47], fields={"tools": TOOLS})
+    events = read_events(play(gateway, http, conversation, True).text)
+    assert "".join(partial_pieces(events)) == '{"x":'
     assert events[-2]["delta"]["stop_reason"] == "max_tokens" and events[-1] == {"type": "message_stop"}
 
 

@@ -1,7 +1,7 @@
 """Makes the response bodies of `/v1/messages`: whole, and as events of a stream.
 
-A call is sent when it is complete, since clients run whatever begins as a call: if its arguments are no JSON object, it
-is sent as text.
+A call whose arguments a grammar binds is sent as they come. Another one is sent when it is complete, since clients run
+whatever begins as a call: if its arguments are no JSON object, it is sent as text.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from services.gateway.openai.schemas.messages_objects import (
 )
 from services.gateway.openai.schemas.response_schema import DetailsField, Usage
 from services.gateway.parsing.answer_parts import AnswerPart
+from services.gateway.parsing.text_cursor import ValueScanner
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 SIGNATURE_BYTES = 24
@@ -57,17 +58,34 @@ PREFIX = "msg_"
 
 @dataclass(slots=True)
 class OpenCall:
-    """The call that is being written, with the pieces of its arguments and roughly their memory."""
+    """The call that is being written, with the pieces of its arguments and roughly their memory.
+
+    If it is `shown`, the client has them already. `is_marked`: see `AnswerPart`.
+    """
 
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
     num_bytes: int = 0
+    is_marked: bool = True
+    shown: bool = False
+    is_whole: bool = False
+    _scanner: ValueScanner = field(default_factory=ValueScanner)
 
     def add_arguments(self, text: str) -> None:
         """Add a piece of the arguments."""
         self.arguments.append(text)
         self.num_bytes += CHAR_BYTES * len(text)
+
+    def show_arguments(self) -> str:
+        """Remove and return what waits, if it is, or follows, the beginning of an object; else nothing."""
+        text = "".join(self.arguments)
+        begin = 0 if self.shown else len(text) - len(text.lstrip())
+        if not self.shown and text[begin : begin + 1] != "{":
+            return ""
+        self.is_whole = self.is_whole or self._scanner.find_end(text, begin, len(text)) is not None
+        self.arguments, self.num_bytes, self.shown = [], 0, True
+        return text
 
 
 class MessagesFormat:
@@ -78,10 +96,16 @@ class MessagesFormat:
     def __init__(self, head: ResponseHead, resolved: ResolvedRequest, logprob_json: LogprobJson) -> None:
         self.head, self.resolved = head, resolved
         self._asked = msgspec.json.decode(resolved.route_fields, type=MessageRouteFields)
+        # A token that the client names may end a call that is bound, too.
+        self._shows_arguments = (
+            resolved.context is not None and resolved.context.calls_bound and not resolved.own_stop_ids
+        )
         # The block that is being written, if any, and how many have begun.
         self._kind: BlockKind | None = None
         self._num_blocks = self._num_calls = 0
         self._call: OpenCall | None = None
+        # Whether a call that the client has seen did not become whole.
+        self._is_broken = False
         self._digest = hashlib.blake2b(digest_size=SIGNATURE_BYTES)
         self._stop = StopDetails("end_turn", None)
 
@@ -104,14 +128,12 @@ class MessagesFormat:
         part = piece.parts[0] if piece.parts else AnswerPart("content", piece.text)
         if part.kind == "call":
             events = self._end_call()
-            self._call = OpenCall(self._call_id(part.call), part.text)
+            self._call = OpenCall(self._call_id(part.call), part.text, is_marked=part.is_marked)
             return events
         if not part.text:
             return []
         if part.kind == "arguments":
-            assert self._call is not None
-            self._call.add_arguments(part.text)
-            return []
+            return self._add_arguments(part.text)
         events = self._end_call()
         if part.kind == "reasoning":
             events += [] if self._kind == "thinking" else self._begin_thought()
@@ -178,6 +200,18 @@ class MessagesFormat:
                 blocks.append(TextBlock(part.text))
         return blocks
 
+    def _add_arguments(self, text: str) -> list[bytes]:
+        """The events of more arguments of the open call; they wait if they may yet be no object."""
+        call = self._call
+        assert call is not None
+        call.add_arguments(text)
+        was_shown, events = call.shown, list[bytes]()
+        shown = call.show_arguments() if self._shows_arguments and call.is_marked else ""
+        if shown and not was_shown:
+            self._num_calls += 1
+            events = self._end_block() + self._begin_block("tool_use", ToolUseBlock(call.id, call.name, {}))
+        return [*events, self._delta(JsonDelta(shown))] if shown else events
+
     def _make_call(self, call: OpenCall, is_cut: bool) -> ToolUseBlock | TextBlock:
         """The block of a call, or text if its arguments are no object and are not cut."""
         arguments = "".join(call.arguments)
@@ -190,7 +224,8 @@ class MessagesFormat:
     def _end_call(self, is_cut: bool = False) -> list[bytes]:
         """The events of the open call, if any, which is complete or cut."""
         call, self._call = self._call, None
-        if call is None:
+        if call is None or call.shown:
+            self._is_broken |= call is not None and not call.is_whole
             return []
         block, arguments = self._make_call(call, is_cut), "".join(call.arguments)
         events = self._end_block()
@@ -232,6 +267,9 @@ class MessagesFormat:
             most = self.resolved.sampling_for(self.resolved.prompts[0], 0).max_tokens
             is_clipped = most < self._asked.max_tokens
             return StopDetails("model_context_window_exceeded" if is_clipped else "max_tokens", None)
+        if self._is_broken:
+            # Whatever has ended it: a client must not run it.
+            return StopDetails("max_tokens", None)
         if text.finish == "tool_calls" and self._num_calls:
             return StopDetails("tool_use", None)
         # A token of `stop_token_ids` is no text.

@@ -1,6 +1,6 @@
 """Whether answers are read right, however they arrive, and what a token costs.
 
-    python -m benchmarks.parsing [--json] [--answers 5000] [--seed 0] [--recorded FILE]
+    python -m benchmarks.parsing [--json] [--short] [--answers 5000] [--seed 0] [--suite FOLDER]
 
 Made-up answers of every family (thoughts, words, calls with random arguments) become tokens of the embedded model's
 vocabulary, with the family's markers as added tokens, and are read twice: token by token, and in pieces of random
@@ -10,10 +10,11 @@ length. Every second answer has its markers as plain text.
     read_right      share that say exactly what they were made from
     markup          answers whose content has a marker
     parse_us        microseconds per token for reader and detokenizer; detokenize_us: for the detokenizer alone
-    parser_fail     recorded answers that are read otherwise than recorded; differences are listed
+    parser_fail     outputs of a public suite, read whole, by characters and at every cut, that are read otherwise than
+                    it says; differences of policy and families that are not served are listed beside
 
-`--recorded` is a file with one JSON object per line: `tool_parser`, `reasoning_parser`, `text`, and what it says:
-`content`, `reasoning`, `tool_calls` (objects with `name` and `arguments`). Without the file this part is left out.
+`--suite` is the folder `fixtures` of the suite `canitoolcall`: get its wheel with `pip download --no-deps canitoolcall`
+and unpack it. Without it this part is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.short_form import add_short_form
+from benchmarks.parsing_parts.suite import measure_suite
 from services.gateway.parsing.answer_markup import AnswerMarkup
 from services.gateway.parsing.answer_parts import AnswerPart, ToolTypes
 from services.gateway.parsing.answer_reader import AnswerReader
@@ -265,36 +268,15 @@ def load_vocabulary(family: Family) -> tuple[GatewayTokenizer, AnswerMarkup, Ans
     return tokenizer, markup, AnswerMarkup(answer_format, lambda literal: None)
 
 
-def measure_recorded(path: Path) -> dict[str, Any]:
-    """The figures of recorded answers, read whole and character by character."""
-    differences: list[dict[str, Any]] = []
-    num_answers = 0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        answer = json.loads(line)
-        answer_format = choose_format("", answer["tool_parser"], answer.get("reasoning_parser", "none"))
-        assert answer_format is not None
-        markup = AnswerMarkup(answer_format, lambda literal: None)
-        found = []
-        for pieces in ([answer["text"]], list(answer["text"])):
-            reader = AnswerReader(markup, answer.get("prefix", ""), answer.get("tools", {}))
-            for piece in pieces:
-                reader.feed(piece)
-            reader.close()
-            found.append(join_said(reader.take_parts()))
-        num_answers += 1
-        expected: dict[str, Any] = {
-            name: answer.get(name) or ([] if name == "tool_calls" else "") for name in found[0]
-        }
-        try:
-            same = parse_arguments(found[0]) == [
-                (one["name"], one["arguments"]) for one in expected["tool_calls"]
-            ]
-        except ValueError:
-            same = False
-        same &= all(found[0][name].strip() == expected[name].strip() for name in ("content", "reasoning"))
-        if not same or found[0] != found[1]:
-            differences.append({"text": answer["text"], "found": found[0], "expected": expected})
-    return {"recorded": num_answers, "parser_fail": len(differences), "differences": differences}
+def read_pieces(
+    markup: AnswerMarkup, prefix: str, tools: ToolTypes | None, pieces: Sequence[str]
+) -> dict[str, Any]:
+    """What an answer of marked text says that comes in pieces."""
+    reader = AnswerReader(markup, prefix, tools)
+    for piece in pieces:
+        reader.feed(piece)
+    reader.close()
+    return join_said(reader.take_parts())
 
 
 def main() -> None:
@@ -305,13 +287,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--answers", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--recorded", type=Path, default=None, help="recorded answers, one JSON object per line"
-    )
+    parser.add_argument("--suite", type=Path, default=None, help="recorded outputs of models")
+    add_short_form(parser, answers=1000)
     options = parser.parse_args()
     figures: dict[str, Any] = dict(measure_made(options.answers, options.seed))
-    if options.recorded is not None and options.recorded.is_file():
-        figures |= measure_recorded(options.recorded)
+    if options.suite is not None:
+        figures |= measure_suite(options.suite, read_pieces)
     if options.json:
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     else:

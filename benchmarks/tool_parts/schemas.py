@@ -53,9 +53,13 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def wide_tools(num_tools: int, num_arguments: int) -> list[dict[str, Any]]:
-    """As many tools with as many arguments, each with a description."""
+    """As many tools with as many arguments, each with a description, none with the arguments of another one."""
+    return [_wide_tool(number, num_arguments) for number in range(num_tools)]
+
+
+def _wide_tool(number: int, num_arguments: int) -> dict[str, Any]:
     fields = {
-        f"argument_{i}": {
+        f"argument_{i}_{number}": {
             "type": ("string", "integer", "boolean", "number")[i % 4],
             "description": "What it is for",
         }
@@ -67,10 +71,7 @@ def wide_tools(num_tools: int, num_arguments: int) -> list[dict[str, Any]]:
         "required": list(fields),
         "additionalProperties": False,
     }
-    return [
-        {
-            "type": "function",
-            "function": {"name": f"tool_{i}", "description": "What it does", "parameters": parameters},
-        }
-        for i in range(num_tools)
-    ]
+    return {
+        "type": "function",
+        "function": {"name": f"tool_{number}", "description": "What it does", "parameters": parameters},
+    }

@@ -68,14 +68,13 @@ from benchmarks.accuracy.goodput_columns import (
 )
 from benchmarks.accuracy.goodput_knee import TARGET, Goodput, Walk, counted
 from benchmarks.load.deployment import serving_deployment
+from benchmarks.load.measured_runs import MetServer, meet_server, run_jobs
 from diptych.slo import Slo
-from planner.types import Job
 from planner.workload.workload import SYNTHETIC, Workload, synthetic_workload
 from services.bench import profile_run as profiling
-from services.bench.load_generator import LoadGenerator, LoadRun, RunOptions
+from services.bench.load_generator import RunOptions
 from services.bench.profile_run import Measurement
 from services.bench.report import percentile
-from services.bench.server import BenchServer, probe_server, wait_for_rest
 from services.bench.signals import interrupt_on_sigterm
 
 REGIMES = {  # factors of the unloaded 90th percentiles of TTFT and TPOT
@@ -92,7 +91,6 @@ LEARN = 2000  # the first seed of a profile: not the requests that are measured
 
 DOWN, UP = -9, 12  # powers of STEP around the predicted goodputs that may be run
 
-TOUCHES, LONGEST_REST_S = 3, 20.0
 RUNS, LONGER = 5.0, 1.15  # usual runs of a deployment with one seed, and their length over `--seconds`
 UP_S, START_S, FORETELL_S = 15.0, 25.0, 60.0  # of a deployment, of one to be profiled, and of a workload
 
@@ -145,14 +143,6 @@ def _apart(goodput: Mapping[str, float]) -> bool:
     return goodput["disaggregated"] > max(goodput[name] for name in COLOCATED)
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
-    """A deployment that is up, and how long its smallest request takes while it is at rest."""
-
-    target: BenchServer
-    calm_s: float
-
-
 class Bench:
     """Measures deployments that are up."""
 
@@ -174,37 +164,23 @@ class Bench:
                 walk = done[flags][-1].again() if seed else plans[flags]
                 with serving_deployment(*flags, *COMMON) as up:
                     up.wait_ready()
-                    met = self._runner.run(_meet(up.url))
+                    met = self._runner.run(meet_server(up.url))
                     while walk.next() is not None:
                         self._step(met, traffic, walk, seed, " ".join(flags))
-                    met.target.client.close_idle()
+                    met.server.client.close_idle()
                 done[flags].append(walk)
         return done
 
-    def _step(self, met: Met, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
+    def _step(self, met: MetServer, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
         power = walk.next()
         assert power is not None
         rate = walk.rate(power)
-        run = self._runner.run(_run(met, traffic.jobs(rate, seed), rate, seed))
+        run = self._runner.run(run_jobs(met, traffic.jobs(rate, seed), rate, seed))
         walk.runs[power] = counted([one.result for one in run.records])
         self.client = max(self.client, run.cpu_s / run.wall_s)
         kept = ", ".join(f"{regime} {share:.1%}" for regime, share in walk.attained(power).items())
         unrest = "" if run.began_idle else ", began busy"
         say(f"  seed {seed}, {rate:.4g}/s, {name}: {kept} ({run.wall_s:.0f} s{unrest})")
-
-
-async def _meet(url: str) -> Met:
-    target = await probe_server(url, None, None, "completions")
-    began_s = time.monotonic()
-    for _ in range(TOUCHES):
-        await target.send_smallest()
-    return Met(target, max((time.monotonic() - began_s) / TOUCHES, 0.01))
-
-
-async def _run(met: Met, jobs: Sequence[Job], rate: float, seed: int) -> LoadRun:
-    rested = await wait_for_rest(met.target, met.calm_s, LONGEST_REST_S)
-    run = LoadRun(rate, seed, len(jobs), 0.0, began_idle=rested)
-    return await LoadGenerator(met.target, jobs, RunOptions(Slo()), run).run_load()
 
 
 def play(options: argparse.Namespace) -> dict[str, dict[str, Cell]]:

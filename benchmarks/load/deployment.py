@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -94,13 +95,19 @@ def pool_flags(colocated: int) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def serving_deployment(*arguments: str) -> Iterator[ServedDeployment]:
-    """`diptych serve ARGUMENTS` on a free port of this machine; it may not be ready yet. Stopped at the end."""
+def serving_deployment(*arguments: str, checkout: Path | None = None) -> Iterator[ServedDeployment]:
+    """`diptych serve ARGUMENTS` on a free port of this machine; it may not be ready yet. Stopped at the end.
+
+    With `checkout` it runs the code in that folder, by this interpreter.
+    """
     port = claim_port("127.0.0.1", 0)
     command = [sys.executable, "-m", "services.cli.main", "serve", "--port", str(port), *arguments]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DIPTYCH_", "UCX_"))}
+    if checkout is not None:
+        environ["PYTHONPATH"] = str(checkout)
     process = subprocess.Popen(
         tied_command(command),
+        cwd=checkout,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -36,7 +36,8 @@ from benchmarks.accuracy.goodput_knee import (
     knee_of,
     resampled,
 )
-from benchmarks.goodput import Bench, Cell, Met, options_of, plans, regime_slo, report, wants
+from benchmarks.goodput import Bench, Cell, options_of, plans, regime_slo, report, wants
+from benchmarks.load.measured_runs import MetServer
 from diptych.slo import Slo
 from planner.costs.model import find_model as shape
 from planner.costs.profile import CostProfile
@@ -275,7 +276,7 @@ def test_one_deployment_is_up_at_a_time_and_each_seed_has_its_order(monkeypatch:
         yield Up()
         up.remove(flags)
 
-    def step(self: Bench, met: Met, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
+    def step(self: Bench, met: MetServer, traffic: Traffic, walk: Walk, seed: int, name: str) -> None:
         assert up[0][0] == name
         steps.append((seed, name))
         power = walk.next()
@@ -283,9 +284,9 @@ def test_one_deployment_is_up_at_a_time_and_each_seed_has_its_order(monkeypatch:
         walk.runs[power] = [served(0.0, 0.5 if walk.rate(power) <= float(name) else 2.0)]
 
     class Runner:
-        def run(self, coroutine: object) -> Met:
+        def run(self, coroutine: object) -> MetServer:
             coroutine.close()  # type: ignore[attr-defined]
-            return Met(Quiet(), 0.1)  # type: ignore[arg-type]
+            return MetServer(Quiet(), 0.1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bench, "_step", step)
     monkeypatch.setattr(goodput, "serving_deployment", serving)

@@ -57,13 +57,22 @@ class StepWork:
     @property
     def wanted(self) -> int:
         """Number of rows that are returned."""
-        return {"all": len(self.tokens), "none": 0}.get(self.logits, 1)
+        if self.logits == "all":
+            return len(self.tokens)
+        return int(self.logits != "none")
 
     @property
     def pooled_rows(self) -> tuple[int, int] | None:
         """The first of the tokens whose hidden states are added up, and how many these are; None: logits are wanted."""
+        if self.logits not in POOLED_ROWS:
+            return None
         count = len(self.tokens)
-        return {LAST_ROW: (count - 1, 1), FIRST_ROW: (0, 1), SUMMED_ROWS: (0, count)}.get(self.logits)
+        return {LAST_ROW: (count - 1, 1), FIRST_ROW: (0, 1), SUMMED_ROWS: (0, count)}[self.logits]
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether it is one token whose logits are wanted, of a sequence that keeps all its KV."""
+        return self.logits == "last" and self.kept is None and len(self.tokens) == 1
 
 
 def kept_work(seq: Sequence) -> KeptWork | None:

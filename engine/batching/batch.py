@@ -78,6 +78,8 @@ class ForwardBatch:
 
 def split_results(results: torch.Tensor, works: Sequence[StepWork], hidden: int) -> list[torch.Tensor]:
     """The results of each work: its logits [rows, vocab], or a sum of hidden states [1, hidden]."""
+    if all(work.logits == "last" for work in works):
+        return list(torch.split(results[: len(works)], 1))
     pooled = [work.pooled_rows is not None for work in works]
     order = sorted(range(len(works)), key=pooled.__getitem__)
     counts = [works[index].wanted for index in order]
@@ -108,6 +110,8 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
     Tokens after an eviction (`KeptWork.evicted`) become neither: they are only written, each to its sequence's ring.
     `sinks` are the places of the works' first tokens among the sinks, for pools with a codec.
     """
+    if works and len(works) >= MIN_ROWS and all(work.is_plain_decode for work in works):
+        return _pack_plain_decodes(works, sinks)
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -148,6 +152,35 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
         # Padded like the tokens; the decoder's caller drops the logits of padding rows.
         wanted=torch.tensor(wanted + wanted[:1] * (MIN_ROWS - len(wanted)), dtype=torch.int64),
         pools=tuple(pools),
+    )
+
+
+def _pack_plain_decodes(works: Sequence[StepWork], sinks: Sequence[int]) -> ForwardBatch:
+    """As `pack_batch`, of a step that only decodes, which is the usual one: each work is a row."""
+    count, starts = len(works), [work.start for work in works]
+    slabs, full = [work.slabs for work in works], [start // CHUNK_TOKENS for start in starts]
+    positions = np.array(starts, np.int64)
+    rows, lengths, row_sinks = np.arange(count), positions + 1, np.array(sinks or [0] * count, np.int64)
+    order = prefix_plan.sort_by_prefix(slabs, full)
+    lines, depths = slabs, full
+    if order != list(range(count)):
+        rows = np.array(order, np.int64)
+        lengths, row_sinks = lengths[rows], row_sinks[rows]
+        lines, depths = [slabs[index] for index in order], [full[index] for index in order]
+    table = np.zeros((count, max(map(len, lines))), np.int64)
+    for index, line in enumerate(lines):
+        table[index, : len(line)] = line
+    return ForwardBatch(
+        tokens=torch.tensor([work.tokens[0] for work in works]),
+        positions=positions,
+        slots=np.array([line[chunk] for line, chunk in zip(slabs, full, strict=True)], np.int64),
+        rows=rows,
+        lengths=lengths,
+        table=table,
+        plan=prefix_plan.plan_prefixes(table, np.array(depths, np.int64)),
+        sinks=row_sinks,
+        spans=(),
+        wanted=torch.arange(count),
     )
 
 

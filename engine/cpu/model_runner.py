@@ -244,6 +244,11 @@ class CpuModelRunner:
 
         Raises ValueError if one of them cannot be run.
         """
+        first = self._attentions[0]
+        if len(self._pools) == 1 and not first.first:
+            for work in step_works:
+                first.check_work(work)
+            return list(step_works), [0] * len(step_works)
         chosen = [find_pool(self._pools, work.slabs) for work in step_works]
         works = [
             self._attentions[index].localise(work) for work, index in zip(step_works, chosen, strict=True)
@@ -256,12 +261,14 @@ class CpuModelRunner:
         self, works: Sequence[StepWork], chosen: Sequence[int], sinks: SinkPlan
     ) -> tuple[ForwardBatch, PagedAttention]:
         """The batch of a step, and its attention: that of one pool, or of several."""
-        if len(set(chosen)) == 1:
+        if len(self._pools) == 1 or len(set(chosen)) == 1:
             return self._attentions[chosen[0]].pack_works(works, sinks.slots)
         return pack_groups(works, self._attentions, chosen, sinks.slots)
 
     def _plan_sinks(self, works: Sequence[StepWork], chosen: Sequence[int]) -> SinkPlan:
         """The sinks that a step needs; none for works in pools without a codec."""
+        if len(self._pools) == 1 and not self._attentions[0].has_sinks:
+            return SinkPlan()
         coded = [self._attentions[index].has_sinks for index in chosen]
         if not any(coded):
             return SinkPlan([0] * len(works)) if len(self._pools) > 1 else SinkPlan()

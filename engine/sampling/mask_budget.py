@@ -27,6 +27,8 @@ class MaskBudget:
         """Keys of the sequences that the coming step does not sample, among all `rows` that it could sample."""
         slow = [(key, sampling.cost_s) for key, sampling in rows if sampling.cost_s > SLOW_MASK_S]
         left_out = set[str]()
+        if not slow and not self._left_out:
+            return left_out
         spent_s, before = 0.0, self._left_out
         self._left_out = Counter()
         for key, cost_s in sorted(slow, key=lambda item: -before[item[0]]):

@@ -9,7 +9,8 @@ length. Every second answer has its markers as plain text.
     stream_equal    share of answers that are read the same both ways
     read_right      share that say exactly what they were made from
     markup          answers whose content has a marker
-    parse_us        microseconds per token for reader and detokenizer; detokenize_us: for the detokenizer alone
+    parse_us        microseconds of the processor per token for reader and detokenizer; detokenize_us: for the
+                    detokenizer alone
     parser_fail     outputs of a public suite, read whole, by characters and at every cut, that are read otherwise than
                     it says; differences of policy and families that are not served are listed beside
 
@@ -228,14 +229,14 @@ def measure_made(num_answers: int, seed: int) -> dict[str, float]:
         if markup is as_text:
             # No token of a text that spells its markers is one.
             tokens = [one for char in answer.text for one in tokenizer.backend.encode(char).ids]
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         single = read_tokens(markup, tokenizer.new_detokenizer(False), [[token] for token in tokens])
-        parse_s += time.perf_counter() - begin_s
-        begin_s = time.perf_counter()
+        parse_s += time.process_time() - begin_s
+        begin_s = time.process_time()
         detokenizer = tokenizer.new_detokenizer(False)
         for token in tokens:
             detokenizer.feed(token)
-        detokenize_s += time.perf_counter() - begin_s
+        detokenize_s += time.process_time() - begin_s
         num_tokens += len(tokens)
         grouped = read_tokens(markup, tokenizer.new_detokenizer(False), [*cut_groups(tokens, rng)])
         said = join_said(single)

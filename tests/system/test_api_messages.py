@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
+from tests.system.conversations import check_alike, play_conversation
 from tests.system.message_events import check_events, check_message, read_events
 from tests.system.scripted_gateway import Running, scripted
 from tests.unit.gateway.thinking_model import MARKERS, THINKING_TEMPLATE
@@ -118,16 +119,9 @@ def http(gateway: Running) -> Iterator[httpx.Client]:
         yield opened
 
 
-def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
-
-
 def play(gateway: Running, http: httpx.Client, conversation: Conversation, stream: bool) -> httpx.Response:
-    gateway.script.text = conversation.said or "<|end|>"
-    body = {"model": "toy", "max_tokens": 200, "messages": conversation.messages, "stream": stream}
-    answer = http.post("/v1/messages", json=body | conversation.fields)
-    assert answer.status_code == 200, answer.text
-    return answer
+    body = {"max_tokens": 200, "messages": conversation.messages, "stream": stream, **conversation.fields}
+    return play_conversation(gateway, http, "/v1/messages", conversation.said, body)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda one: str(one.name))
@@ -135,10 +129,8 @@ def test_conversations(gateway: Running, http: httpx.Client, conversation: Conve
     streamed = check_events(read_events(play(gateway, http, conversation, True).text))
     whole = play(gateway, http, conversation, False).json()
     check_message(whole)
-    for message in (streamed, whole):
-        assert " ".join(block["type"] for block in message["content"]) == conversation.blocks
-        assert message["stop_reason"] == conversation.reason
-    assert without_ids(streamed["content"]) == without_ids(whole["content"])
+    check_alike(streamed["content"], whole["content"], conversation.blocks)
+    assert streamed["stop_reason"] == whole["stop_reason"] == conversation.reason
     assert streamed["stop_sequence"] == whole["stop_sequence"]
     usage = whole["usage"]
     assert streamed["usage"]["output_tokens"] == usage["output_tokens"]
@@ -369,6 +361,27 @@ def test_a_key_is_needed_in_either_header(gateway: Running) -> None:
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "invalid_schema",
      "output_config.format"),
     ({"n": 2}, "unrecognized_request_argument", "n"),
+    ({"messages": [{**HI[0], "x": 1}]}, "unrecognized_request_argument", "messages[0].x"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+     "unrecognized_request_argument", "messages[0].content[0].x"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+     "invalid_value", "messages[0].content[0].cache_control.type"),
+    ({"system": [{"type": "text", "text": "a", "thinking": "b"}]}, "unrecognized_request_argument",
+     "system[0].thinking"),
+    ({"tools": [{**TOOLS[0], "x": 1}]}, "unrecognized_request_argument", "tools[0].x"),
+    ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "unsupported_parameter", "tools[0].defer_loading"),
+    ({"tools": [{**TOOLS[0], "input_examples": [{}]}]}, "unsupported_parameter", "tools[0].input_examples"),
+    ({"tools": TOOLS, "tool_choice": {"type": "auto", "name": "jump"}}, "invalid_value", "tool_choice.name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "none", "disable_parallel_tool_use": True}}, "invalid_value",
+     "tool_choice.disable_parallel_tool_use"),
+    ({"thinking": {"type": "between_tools"}}, "unsupported_parameter", "thinking.type"),
+    ({"thinking": {"type": "disabled", "display": "omitted"}}, "invalid_value", "thinking.display"),
+    ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "invalid_value", "output_config.effort"),
+    ({"thinking": {"type": "adaptive"}, "chat_template_kwargs": {"enable_thinking": False}}, "invalid_value",
+     "thinking.type"),
+    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, "invalid_value",
+     "thinking.type"),
+    ({"metadata": {"x": "u"}}, "unrecognized_request_argument", "metadata.x"),
 ])
 # fmt: on
 def test_what_is_refused_is_named(http: httpx.Client, fields: dict[str, Any], code: str, param: str) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from services.gateway.openai.parse_body import missing_parameter_error
-from services.gateway.openai.schemas.messages_request import ContentBlock, ConversationFields, InputMessage
+from services.gateway.openai.schemas.message_blocks import (
+    ContentBlock,
+    GivenCall,
+    GivenResult,
+    GivenText,
+    GivenThought,
+    HiddenThought,
+)
+from services.gateway.openai.schemas.message_parts import PastCall, PastFunction, PastFunctionCall
+from services.gateway.openai.schemas.messages_request import ConversationFields, InputMessage
 from services.gateway.openai.schemas.request_schema import Message
+from services.gateway.openai.schemas.typed_objects import show_type
 from services.gateway.openai.translated import PlacedMessages
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
@@ -45,10 +53,9 @@ class BlockMessages(PlacedMessages):
 
         for i, block in enumerate(blocks):
             place = f"{where}.content[{i}]"
-            if block.type == "tool_result":
+            if isinstance(block, GivenResult):
                 end_text()
-                if block.tool_use_id is None:
-                    raise missing_parameter_error(f"{place}.tool_use_id")
+                _check_toolset(block, place)
                 text = _join_texts(block.content or [], f"{place}.content", BREAK)
                 text = ERROR_MARK + text if block.is_error else text
                 self.append_message(Message(role="tool", content=text, tool_call_id=block.tool_use_id), place)
@@ -62,16 +69,14 @@ class BlockMessages(PlacedMessages):
         """Add a message of the assistant. A thought that nobody can read is left out."""
         thoughts: list[str] = []
         texts: list[str] = []
-        calls: list[dict[str, Any]] = []
+        calls: list[PastCall] = []
         for i, block in enumerate(blocks):
             place = f"{where}.content[{i}]"
-            if block.type == "thinking":
-                if block.thinking is None:
-                    raise missing_parameter_error(f"{place}.thinking")
+            if isinstance(block, GivenThought):
                 thoughts.append(block.thinking)
-            elif block.type == "tool_use":
+            elif isinstance(block, GivenCall):
                 calls.append(_make_call(block, place))
-            elif block.type != "redacted_thinking":
+            elif not isinstance(block, HiddenThought):
                 texts.append(_read_text(block, place))
         thought = "\n".join(thoughts) or None
         content = "".join(texts) if texts or not (calls or thought) else None
@@ -107,13 +112,21 @@ def _read_system(request: ConversationFields) -> str:
     return BREAK.join(text for text in texts if not text.startswith(BILLING))
 
 
-def _make_call(block: ContentBlock, where: str) -> dict[str, Any]:
+def _make_call(block: GivenCall, where: str) -> PastCall:
     """A call as chats have it."""
-    for name in ("id", "name", "input"):
-        if getattr(block, name) is None:
-            raise missing_parameter_error(f"{where}.{name}")
-    arguments = msgspec.json.encode(block.input).decode()
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    _check_toolset(block, where)
+    if block.caller is not None and block.caller.type != "direct":
+        raise unsupported_error(
+            f"{where}.caller.type", "other than 'direct' is not supported: no program runs here"
+        )
+    function = PastFunction(block.name, msgspec.json.encode(block.input).decode())
+    return PastFunctionCall(function, id=block.id)
+
+
+def _check_toolset(block: GivenCall | GivenResult, where: str) -> None:
+    """Refuse a tool of a hosted set. Raises RequestError (400)."""
+    if block.toolset_name is not None:
+        raise unsupported_error(f"{where}.toolset_name", "is not supported: hosted tools are not offered")
 
 
 def _join_texts(content: str | list[ContentBlock], where: str, between: str) -> str:
@@ -125,10 +138,8 @@ def _join_texts(content: str | list[ContentBlock], where: str, between: str) -> 
 
 def _read_text(block: ContentBlock, where: str) -> str:
     """The text of a block. Raises RequestError (400) if it is of another type."""
-    if block.type != "text":
+    if not isinstance(block, GivenText):
         raise unsupported_error(
-            f"{where}.type", f"'{block.type[:40]}' is not supported here; this model reads text"
+            f"{where}.type", f"{show_type(block)} is not supported here; this model reads text"
         )
-    if block.text is None:
-        raise missing_parameter_error(f"{where}.text")
     return block.text

@@ -9,11 +9,14 @@ import msgspec
 
 from services.gateway.messages.conversation import list_messages
 from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.message_blocks import ClientTool
+from services.gateway.openai.schemas.message_parts import ToolChoice, choose_function
 from services.gateway.openai.schemas.messages_request import (
     ConversationFields,
     CountTokensRequest,
     MessagesRequest,
-    MessageTool,
+    OutputOptions,
+    ThinkingOptions,
     ToolPick,
 )
 from services.gateway.openai.schemas.request_schema import (
@@ -26,7 +29,7 @@ from services.gateway.openai.schemas.request_schema import (
 )
 from services.gateway.openai.schemas.server_fields import server_options
 from services.gateway.openai.thoughts import EFFORT, SWITCHES
-from services.gateway.openai.translated import FieldNames, TranslatedRequest
+from services.gateway.openai.translated import FieldNames, TranslatedRequest, check_callers
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 
 MAX_TOOLS = 128
@@ -98,7 +101,7 @@ def _translate(
     if request.context_management and request.context_management != KEEP_THOUGHTS:
         raise unsupported_error("context_management")
     found = list_messages(request)
-    offered = [(i, tool) for i, tool in enumerate(request.tools or []) if tool.type in (None, "custom")]
+    offered = [(i, tool) for i, tool in enumerate(request.tools or []) if isinstance(tool, ClientTool)]
     tools = [_make_tool(tool, f"tools[{i}]") for i, tool in offered]
     if len(tools) > MAX_TOOLS:
         raise invalid_value_error(
@@ -141,12 +144,13 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     effort = config.effort if config is not None and has_effort else None
     if thinking is None:
         return options | {"reasoning_effort": effort}
-    if thinking.type == "enabled" and thinking.budget_tokens is None:
-        raise missing_parameter_error("thinking.budget_tokens")
-    if thinking.type != "enabled" and thinking.budget_tokens is not None:
-        raise invalid_value_error("thinking.budget_tokens", "needs 'thinking.type' to be 'enabled'")
+    _check_thinking(thinking, config)
     if thinking.type == "disabled":
         return options | {"reasoning_effort": "none"}
+    if any(given.get(name, True) is not True for name in switches):
+        raise invalid_value_error(
+            "thinking.type", "and 'chat_template_kwargs' say different things of thinking"
+        )
     thinks = rules.markup is not None and rules.markup.thinks
     return options | {
         "reasoning_effort": effort,
@@ -155,11 +159,33 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     }
 
 
-def _make_tool(tool: MessageTool, where: str) -> Tool:
+def _check_thinking(thinking: ThinkingOptions, config: OutputOptions | None) -> None:
+    """Refuse what is said of thoughts where there are none. Raises RequestError (400)."""
+    if thinking.type == "between_tools":
+        raise unsupported_error("thinking.type", "cannot be 'between_tools'; send 'adaptive'")
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        raise missing_parameter_error("thinking.budget_tokens")
+    if thinking.type != "enabled" and thinking.budget_tokens is not None:
+        raise invalid_value_error("thinking.budget_tokens", "needs 'thinking.type' to be 'enabled'")
+    if thinking.type == "disabled" and thinking.display is not None:
+        raise invalid_value_error(
+            "thinking.display", "needs 'thinking.type' to be another one than 'disabled'"
+        )
+    if thinking.type == "disabled" and config is not None and config.effort is not None:
+        raise invalid_value_error(
+            "output_config.effort", "needs 'thinking.type' to be another one than 'disabled'"
+        )
+
+
+def _make_tool(tool: ClientTool, where: str) -> Tool:
     if TOOL_NAME.fullmatch(tool.name) is None:
         raise invalid_value_error(f"{where}.name", "must have 1 to 128 letters, digits, '_' and '-'")
-    if tool.input_schema is None:
-        raise missing_parameter_error(f"{where}.input_schema")
+    check_callers(tool.allowed_callers, tool.defer_loading, where)
+    if tool.input_examples:
+        raise unsupported_error(
+            f"{where}.input_examples",
+            "are not supported: chat templates do not show them; say them in 'description'",
+        )
     return Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
@@ -167,12 +193,18 @@ def _make_format(schema: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat("json_schema", JsonSchema("answer", schema))
 
 
-def _make_choice(pick: ToolPick | None) -> str | dict[str, Any] | None:
+def _make_choice(pick: ToolPick | None) -> ToolChoice | None:
     """The choice as chats have it."""
     if pick is None:
         return None
+    if pick.type == "none" and pick.disable_parallel_tool_use is not None:
+        raise invalid_value_error(
+            "tool_choice.disable_parallel_tool_use", "needs a 'tool_choice.type' that may call"
+        )
     if pick.type != "tool":
+        if pick.name is not None:
+            raise invalid_value_error("tool_choice.name", "needs 'tool_choice.type' to be 'tool'")
         return {"auto": "auto", "any": "required", "none": "none"}[pick.type]
     if pick.name is None:
         raise missing_parameter_error("tool_choice.name")
-    return {"type": "function", "function": {"name": pick.name}}
+    return choose_function(pick.name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.message_parts import PastCall, PastFunctionCall, RefusalPart, TextPart
 from services.gateway.openai.schemas.request_schema import Message
+from services.gateway.openai.schemas.typed_objects import show_type
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 
@@ -21,7 +24,7 @@ def parse_chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
     parsed = []
     for i, message in enumerate(messages):
         parsed.append(_parse_message(message, f"messages[{i}]"))
-        called.update(str(call.get("id")) for call in message.tool_calls or ())
+        called.update(str(call.id) for call in message.tool_calls or () if isinstance(call, PastFunctionCall))
         if message.role == "tool" and message.tool_call_id not in called:
             problem = "is the id of no call in 'tool_calls' of an earlier message"
             raise invalid_value_error(f"messages[{i}].tool_call_id", problem)
@@ -58,27 +61,27 @@ def _join_text_parts(message: Message, where: str) -> str | None:
         return message.refusal if message.content is None else message.content
     texts: list[str] = []
     for i, part in enumerate(message.content):
-        if part.type not in ("text", "refusal"):
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+        elif isinstance(part, RefusalPart):
+            texts.append(part.refusal)
+        else:
             raise unsupported_error(
-                f"{where}.content[{i}].type", f"'{part.type[:40]}' is not supported; this model reads text"
+                f"{where}.content[{i}].type",
+                f"{show_type(part)} is not supported; this model reads text",
             )
-        text = part.text if part.type == "text" else part.refusal
-        if text is None:
-            raise invalid_value_error(f"{where}.content[{i}].{part.type}", "must be text")
-        texts.append(text)
     return "".join(texts)
 
 
-def _parse_tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _parse_tool_call(call: PastCall, where: str) -> dict[str, Any]:
     """A past tool call with its arguments as an object, which is what templates print."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid_value_error(f"{where}.function", "must have a name")
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, str):
-        raise invalid_value_error(f"{where}.function.arguments", "must be a JSON text")
-    try:
-        parsed = msgspec.json.decode(arguments) if arguments else {}
-    except (msgspec.DecodeError, RecursionError):
-        parsed = arguments
-    return {**call, "function": {**function, "arguments": parsed}}
+    if not isinstance(call, PastFunctionCall):
+        raise unsupported_error(f"{where}.type", f"{show_type(call)} is not supported; functions are called")
+    arguments: Any = call.function.arguments
+    with suppress(msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.decode(arguments) if arguments else {}
+    return {
+        **({} if call.id is None else {"id": call.id}),
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

@@ -69,6 +69,7 @@ from services.gateway.openai.schemas.responses_objects import (
     ResponseObject,
 )
 from services.gateway.openai.schemas.responses_request import ResponsesRequest
+from services.gateway.openai.schemas.typed_objects import TypedObject
 
 JSON, SSE, PLAIN = "application/json", "text/event-stream", "text/plain"
 FORM, BYTES = "multipart/form-data", "application/octet-stream"
@@ -169,8 +170,9 @@ h2{{font-size:1em;margin:2em 0 0}}td{{padding:0 1em 0 0;vertical-align:top}}</st
 
 def openapi_document(version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
+    kinds = [kind for typed in TypedObject.__subclasses__() for kind in typed.all_kinds()]
     _, components = msgspec.json.schema_components(
-        [*REQUEST_SCHEMAS, *RESPONSE_SCHEMAS], ref_template=SCHEMA_REF
+        [*REQUEST_SCHEMAS, *RESPONSE_SCHEMAS, *kinds], ref_template=SCHEMA_REF, schema_hook=_typed_schema
     )
     return {
         "openapi": "3.1.0",
@@ -223,6 +225,14 @@ def openapi_document(version: str) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _typed_schema(kind: type[Any]) -> dict[str, Any]:
+    """The schema of an object whose fields depend on its type."""
+    if not issubclass(kind, TypedObject):
+        raise NotImplementedError(f"schemas have no {kind.__name__}")
+    word: list[dict[str, Any]] = [] if kind.word is None else [{"type": "string"}]
+    return {"anyOf": [*word, *({"$ref": SCHEMA_REF.format(name=one.__name__)} for one in kind.all_kinds())]}
 
 
 def _batch_paths() -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
+from services.gateway.openai.schemas.typed_objects import read_typed
 
 T = TypeVar("T")
 
@@ -23,8 +24,10 @@ MAX_IGNORED = 16
 
 JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# One for each `TypedObject` around the error, and one for where it is in the innermost one.
 ERROR_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
-ELEMENT = re.compile(r"\[[^\]]*\]")
+ELEMENT = re.compile(r"\[\d+\]")
+PATH_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 ERROR_FIELD = re.compile(r"field `([^`]*)`")
 
 
@@ -48,11 +51,19 @@ def parse_body(body: bytes, kind: type[T], max_depth: int, ignored: list[str] | 
     if json_depth(body) > max_depth:
         raise _invalid_json_error(f"the JSON body is nested deeper than {max_depth} levels")
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
-        if ignored is not None and str(error).startswith(UNKNOWN_FIELD):
-            return _parse_known(body, kind, ignored)
-        raise validation_error(str(error)) from error
+        if ignored is None or not str(error).startswith(UNKNOWN_FIELD):
+            raise validation_error(str(error)) from error
+        return _parse_known(body, kind, ignored)
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Decode JSON. Raises msgspec.ValidationError if it is no `kind`, and RequestError if it is no JSON."""
+    try:
+        return msgspec.json.decode(body, type=kind, dec_hook=read_typed)
+    except msgspec.ValidationError:
+        raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         message = (
             str(error) if isinstance(error, msgspec.DecodeError) else "it is not valid UTF-8 or too deep"
@@ -62,40 +73,54 @@ def parse_body(body: bytes, kind: type[T], max_depth: int, ignored: list[str] | 
 
 def _parse_known(body: bytes, kind: type[T], ignored: list[str]) -> T:
     """Decode what `kind` has of a JSON body, and list the other fields. Raises RequestError as `parse_body`."""
-    found = msgspec.json.decode(body)
+    found: Any = _decode(body, dict)
     while True:
         try:
-            return msgspec.convert(found, kind, str_keys=True)
+            known = msgspec.convert(found, kind, str_keys=True, dec_hook=read_typed)
+            ignored[:] = dict.fromkeys(ignored)
+            return known
         except msgspec.ValidationError as error:
-            message, field = str(error), ERROR_FIELD.search(str(error))
+            message, path = _split_path(str(error))
+            field = ERROR_FIELD.search(message)
             if not message.startswith(UNKNOWN_FIELD) or field is None or len(ignored) == MAX_IGNORED:
-                raise validation_error(message) from error
-            place = ERROR_PATH.search(message)
-            # Every element of a list is treated alike.
-            path = [ELEMENT.sub("[]", part) for part in (place.group(1) if place else "").split(".") if part]
-            _drop_field(found, path, field.group(1))
-            ignored.append(".".join([*path, field.group(1)]))
+                raise validation_error(str(error)) from error
+            # Every element of a list that is of the same type is treated alike.
+            types = {str(node.get("type")) for node in _find_objects(found, path)}
+            path = ELEMENT.sub("[]", path)
+            for node in _find_objects(found, path):
+                if str(node.get("type")) in types:
+                    node.pop(field[1], None)
+            ignored.append(f"{path}.{field[1]}" if path else field[1])
 
 
-def _drop_field(node: Any, path: list[str], field: str) -> None:
-    """Remove a field at a path: `name[]` is any element of the list `name`."""
-    if not path:
-        node.pop(field, None)
-        return
-    name, *lists = path[0].split("[")
-    nodes = [node.get(name)]
-    for _ in lists:
-        nodes = [inner for outer in nodes if isinstance(outer, list) for inner in outer]
-    for inner in nodes:
-        if isinstance(inner, dict):
-            _drop_field(inner, path[1:], field)
+def _find_objects(found: Any, path: str) -> list[dict[str, Any]]:
+    """The objects at a path such as `messages[2].content[0]`; `[]` is every element of a list."""
+    nodes = [found]
+    for step in PATH_STEP.findall(path):
+        lists = [node for node in nodes if isinstance(node, list)]
+        if step == "[]":
+            nodes = [one for node in lists for one in node]
+        elif step[0] == "[" and step[1:-1].isdecimal():
+            index = int(step[1:-1])
+            nodes = [node[index] for node in lists if index < len(node)]
+        else:
+            nodes = [node[step] for node in nodes if isinstance(node, dict) and step in node]
+    return [node for node in nodes if isinstance(node, dict)]
+
+
+def _split_path(message: str) -> tuple[str, str]:
+    """msgspec's message without the path that it ends in, and that path: `messages[2].content[0]`."""
+    path = ""
+    while (found := ERROR_PATH.search(message)) is not None:
+        message = message[: found.start()]
+        joint = "." if path and found[1] and found[1][0] != "[" else ""
+        path = f"{path}{joint}{found[1]}"
+    return message, path
 
 
 def validation_error(message: str) -> RequestError:
     """msgspec's error message as an OpenAI error, with the field in `param` and in OpenAI's words where it has some."""
-    found = ERROR_PATH.search(message)
-    path = found.group(1) if found else ""
-    message = message[: found.start()] if found else message
+    message, path = _split_path(message)
     field = ERROR_FIELD.search(message)
     inner = ".".join(part for part in (path, field.group(1) if field else "") if part)
     if message.startswith("Object missing required field"):

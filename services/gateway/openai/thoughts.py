@@ -21,15 +21,21 @@ def choose_template_options(request: ChatRequest, rules: RequestRules) -> dict[s
     """The variables of the chat template: those that `reasoning_effort` sets, and those that the client gives.
 
     Raises:
-        RequestError: 400, the template cannot do what the effort asks for.
+        RequestError: 400, the template cannot do what the effort asks for, or the client's variables say otherwise.
     """
     effort, given = request.reasoning_effort, request.chat_template_kwargs
     template = rules.tokenizer.template
     if effort is None or template is None:
         return given
     switches = [name for name in SWITCHES if name in template.options]
-    options: dict[str, Any] = dict.fromkeys(switches, effort != "none")
-    if effort == "none":
+    thinks = effort != "none"
+    for name in switches:
+        if given is not None and given.get(name, thinks) != thinks:
+            raise invalid_value_error(
+                EFFORT, f"and 'chat_template_kwargs.{name}' say different things of thinking"
+            )
+    options: dict[str, Any] = dict.fromkeys(switches, thinks)
+    if not thinks:
         if not switches and rules.markup is not None and rules.markup.thinks:
             raise unsupported_error(EFFORT, "cannot be 'none': this model always thinks")
     elif EFFORT in template.options:

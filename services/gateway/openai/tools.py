@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from diptych.request import Grammar, GrammarGate
 from engine.sampling.tool_grammar import ToolForm, ToolGrammar
+from services.gateway.openai.schemas.message_parts import AllowedTools, NamedTool, ToolChoice, ToolMode
 from services.gateway.openai.schemas.request_schema import ChatRequest, FunctionTool, ResponseFormat
 from services.gateway.openai.validate import (
     RequestRules,
@@ -34,7 +35,7 @@ class ToolPlan:
 
     shown: list[FunctionTool]
     callable: list[FunctionTool]
-    mode: Literal["auto", "required"]
+    mode: ToolMode
     many: bool
 
     @property
@@ -68,12 +69,11 @@ def plan_tools(request: ChatRequest, rules: RequestRules) -> ToolPlan | None:
     shown = [tool.function for tool in request.tools]
     _check_tools(shown, rules)
     mode, names = _read_choice(choice, [tool.name for tool in shown])
-    named = isinstance(choice, dict) and choice.get("type") == "function"
     if mode == "required" and rules.markup.call_syntax is None:
         raise unsupported_error(
             CHOICE, "can only be 'auto' or 'none': no grammar of this model's calls is known"
         )
-    many = request.parallel_tool_calls is not False and not named
+    many = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     return ToolPlan(shown, [tool for tool in shown if tool.name in names], mode, many)
 
 
@@ -150,37 +150,28 @@ def _check_tools(tools: list[FunctionTool], rules: RequestRules) -> None:
             raise schema_error(TOOLS, f"have schemas of more than {MAX_TOOLS_BYTES} bytes together")
 
 
-def _read_choice(
-    choice: str | dict[str, Any] | None, known: list[str]
-) -> tuple[Literal["auto", "required"], set[str]]:
+def _read_choice(choice: ToolChoice | None, known: list[str]) -> tuple[ToolMode, set[str]]:
     """Whether a tool must be called, and which may be. Raises RequestError: 400."""
     if choice is None or choice == "auto":
         return "auto", set(known)
     if choice == "required":
         return "required", set(known)
-    if not isinstance(choice, dict):
-        raise invalid_value_error(CHOICE, "must be 'none', 'auto', 'required', a function or 'allowed_tools'")
-    if choice.get("type") == "function":
+    if isinstance(choice, NamedTool):
         return "required", {_function_name(choice, CHOICE, known)}
-    allowed = choice.get("allowed_tools")
-    if choice.get("type") != "allowed_tools" or not isinstance(allowed, dict):
-        raise invalid_value_error(f"{CHOICE}.type", "must be 'function' or 'allowed_tools'")
-    mode, listed = allowed.get("mode"), allowed.get("tools")
-    where = f"{CHOICE}.allowed_tools"
-    if mode not in ("auto", "required"):
-        raise invalid_value_error(f"{where}.mode", "must be 'auto' or 'required'")
-    if not isinstance(listed, list) or not listed:
-        raise invalid_value_error(f"{where}.tools", "must list at least one tool")
-    return mode, {_function_name(one, f"{where}.tools[{i}]", known) for i, one in enumerate(listed)}
+    if not isinstance(choice, AllowedTools):
+        raise invalid_value_error(CHOICE, "must be 'none', 'auto', 'required', a function or 'allowed_tools'")
+    allowed = choice.allowed_tools
+    where = f"{CHOICE}.allowed_tools.tools"
+    return allowed.mode, {
+        _function_name(tool, f"{where}[{i}]", known) for i, tool in enumerate(allowed.tools)
+    }
 
 
-def _function_name(named: Any, where: str, known: list[str]) -> str:
-    """The tool that `{"type": "function", "function": {"name": …}}` names. Raises RequestError: 400."""
-    function = named.get("function") if isinstance(named, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or name not in known:
+def _function_name(tool: NamedTool, where: str, known: list[str]) -> str:
+    """The name of a tool that is chosen. Raises RequestError: 400, there is none of this name."""
+    if tool.function.name not in known:
         raise invalid_value_error(f"{where}.function.name", "must be the name of one of 'tools'")
-    return name
+    return tool.function.name
 
 
 def _parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -11,6 +11,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
 from diptych.request import Grammar
 from services.gateway.openai.schemas.request_schema import ChatRequest, Message
+from services.gateway.openai.validate import unsupported_error
 
 # Takes a grammar, and what the client calls the field that asks for it.
 GrammarCheck = Callable[[Grammar, str], str | None]
@@ -91,3 +92,16 @@ class TranslatedRequest:
     route_fields: bytes = b""
     clips_length: bool = False
     text_logprobs: bool = False
+
+
+def check_callers(callers: list[str] | None, is_deferred: bool | None, where: str) -> None:
+    """Refuse a tool that the model may not call itself, or not yet. Raises RequestError (400)."""
+    if callers is not None and "direct" not in callers:
+        raise unsupported_error(
+            f"{where}.allowed_callers",
+            "without 'direct' is not supported: only the model itself calls tools here",
+        )
+    if is_deferred:
+        raise unsupported_error(
+            f"{where}.defer_loading", "cannot be true: no tool is searched for here, and all are shown"
+        )

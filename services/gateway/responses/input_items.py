@@ -8,15 +8,26 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass, field
-from typing import Any
 
-from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.message_parts import PastCall, PastFunction, PastFunctionCall
 from services.gateway.openai.schemas.request_schema import Message
-from services.gateway.openai.schemas.responses_request import InputItem, ItemPart, ResponsesRequest
+from services.gateway.openai.schemas.response_items import (
+    AnswerTextPart,
+    CallInput,
+    InputItem,
+    InputTextPart,
+    ItemPart,
+    MessageInput,
+    OutputInput,
+    PlainTextPart,
+    RefusedPart,
+    ThoughtInput,
+)
+from services.gateway.openai.schemas.responses_request import ResponsesRequest
+from services.gateway.openai.schemas.typed_objects import show_type
 from services.gateway.openai.translated import PlacedMessages
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
-TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 # What begins the `encrypted_content` of our own thoughts.
 SEAL = "diptych."
 
@@ -34,33 +45,36 @@ class ItemMessages(PlacedMessages):
     _place: str = ""
     _thought: str | None = None
     _text: str | None = None
-    _calls: list[dict[str, Any]] = field(default_factory=list)
+    _calls: list[PastCall] = field(default_factory=list)
 
     def add_item(self, item: InputItem, where: str) -> None:
         """Add the next item. Raises RequestError (400) if it cannot be a part of a chat."""
-        kind = item.type or "message"
-        if kind == "message":
+        if isinstance(item, MessageInput):
             self._add_message(item, where)
-        elif kind == "reasoning":
+        elif isinstance(item, ThoughtInput):
             if self._text is not None or self._calls:
                 self.end_message()
             self._open(where)
             thought = _read_thought(item, where)
             self._thought = "\n".join(text for text in (self._thought, thought) if text is not None)
-        elif kind == "function_call":
+        elif isinstance(item, CallInput):
             self._open(where)
-            self._calls.append(_make_call(item, where))
-        elif kind == "function_call_output":
+            _check_caller(item, where)
+            if item.is_async:
+                raise unsupported_error(
+                    f"{where}.async", "cannot be true: a call is followed by its output here"
+                )
+            function = PastFunction(item.name, item.arguments)
+            self._calls.append(PastFunctionCall(function, id=item.call_id))
+        elif isinstance(item, OutputInput):
             self.end_message()
-            if item.call_id is None:
-                raise missing_parameter_error(f"{where}.call_id")
+            _check_caller(item, where)
             output = _join_parts(item.output, f"{where}.output")
-            self.append_message(Message(role="tool", content=output, tool_call_id=item.call_id), where)
+            message = Message(role="tool", content=output, tool_call_id=item.call_id, name=item.name)
+            self.append_message(message, where)
         else:
-            problem = (
-                f"'{kind[:40]}' is not supported: only messages, functions and thoughts of this server are"
-            )
-            raise unsupported_error(f"{where}.type", problem)
+            problem = "is not supported: only messages, functions and thoughts of this server are"
+            raise unsupported_error(f"{where}.type", f"{show_type(item)} {problem}")
 
     def end_message(self) -> None:
         """No further item belongs to the assistant's message."""
@@ -73,9 +87,7 @@ class ItemMessages(PlacedMessages):
             self.append_message(message, self._place)
             self._place, self._thought, self._text, self._calls = "", None, None, []
 
-    def _add_message(self, item: InputItem, where: str) -> None:
-        if item.role is None:
-            raise missing_parameter_error(f"{where}.role")
+    def _add_message(self, item: MessageInput, where: str) -> None:
         text = _join_parts(item.content, f"{where}.content")
         if item.role == "assistant":
             if self._text is not None or self._calls:
@@ -118,7 +130,7 @@ def _put_instructions(found: ItemMessages, instructions: str) -> None:
     found.places[:num_led] = ["instructions"]
 
 
-def _read_thought(item: InputItem, where: str) -> str:
+def _read_thought(item: ThoughtInput, where: str) -> str:
     """The thought of an item: in the clear, sealed by us, or what its summary says."""
     if item.content:
         return _join_parts(item.content, f"{where}.content")
@@ -131,30 +143,27 @@ def _read_thought(item: InputItem, where: str) -> str:
     return _join_parts(item.summary or [], f"{where}.summary")
 
 
-def _make_call(item: InputItem, where: str) -> dict[str, Any]:
-    """A call as chats have it."""
-    for name in ("call_id", "name", "arguments"):
-        if getattr(item, name) is None:
-            raise missing_parameter_error(f"{where}.{name}")
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+def _check_caller(item: CallInput | OutputInput, where: str) -> None:
+    """Refuse calls of programs, and of functions in namespaces. Raises RequestError (400)."""
+    if item.caller is not None and item.caller.type != "direct":
+        raise unsupported_error(
+            f"{where}.caller.type", "other than 'direct' is not supported: no program runs here"
+        )
+    if item.namespace is not None:
+        raise unsupported_error(f"{where}.namespace", "is not supported: functions have no namespaces here")
 
 
-def _join_parts(content: str | list[ItemPart] | None, where: str) -> str:
+def _join_parts(content: str | list[ItemPart], where: str) -> str:
     """The text of an item. Raises RequestError (400) if it has something else."""
-    if content is None:
-        raise missing_parameter_error(where)
     if isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(content):
-        if part.type not in TEXT_PARTS and part.type != "refusal":
-            problem = f"'{part.type[:40]}' is not supported; this model reads text"
+        if isinstance(part, RefusedPart):
+            texts.append(part.refusal)
+        elif isinstance(part, InputTextPart | AnswerTextPart | PlainTextPart):
+            texts.append(part.text)
+        else:
+            problem = f"{show_type(part)} is not supported; this model reads text"
             raise unsupported_error(f"{where}[{i}].type", problem)
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise invalid_value_error(
-                f"{where}[{i}].{'refusal' if part.type == 'refusal' else 'text'}", "must be text"
-            )
-        texts.append(text)
     return "".join(texts)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from services.gateway.openai.parse_body import missing_parameter_error
+from services.gateway.openai.schemas.message_parts import ToolChoice, allow_functions, choose_function
 from services.gateway.openai.schemas.request_schema import (
     ChatRequest,
     FunctionTool,
@@ -17,10 +17,21 @@ from services.gateway.openai.schemas.request_schema import (
     StreamOptions,
     Tool,
 )
+from services.gateway.openai.schemas.response_items import (
+    AllowedChoice,
+    AllowedFunction,
+    FunctionChoice,
+    ItemChoice,
+    ModeChoice,
+    PlainFormat,
+    ResponseFunction,
+    SchemaFormat,
+    TextFormat,
+)
 from services.gateway.openai.schemas.responses_objects import RepeatedFields
-from services.gateway.openai.schemas.responses_request import ResponsesRequest, ResponseTool, TextFormat
+from services.gateway.openai.schemas.responses_request import ResponsesRequest
 from services.gateway.openai.schemas.server_fields import server_options
-from services.gateway.openai.translated import FieldNames, TranslatedRequest
+from services.gateway.openai.translated import FieldNames, TranslatedRequest, check_callers
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 from services.gateway.responses.input_items import list_messages
 
@@ -63,7 +74,7 @@ def translate_responses(request: ResponsesRequest, rules: RequestRules) -> Trans
     """
     _refuse_state(request)
     found, include = list_messages(request), request.include or []
-    offered = [(i, tool) for i, tool in enumerate(request.tools or []) if tool.type == "function"]
+    offered = [(i, tool) for i, tool in enumerate(request.tools or []) if isinstance(tool, ResponseFunction)]
     tools = [_make_tool(tool, f"tools[{i}]") for i, tool in offered]
     if len(tools) > MAX_TOOLS:
         raise invalid_value_error("tools", f"are at most {MAX_TOOLS} functions, and {len(tools)} were sent")
@@ -124,43 +135,42 @@ def _refuse_state(request: ResponsesRequest) -> None:
         raise unsupported_error("reasoning.mode", "other than 'standard' is not supported")
 
 
-def _make_tool(tool: ResponseTool, where: str) -> Tool:
-    if tool.name is None:
-        raise missing_parameter_error(f"{where}.name")
+def _make_tool(tool: ResponseFunction, where: str) -> Tool:
     if TOOL_NAME.fullmatch(tool.name) is None:
         raise invalid_value_error(f"{where}.name", "must have 1 to 64 letters, digits, '_' and '-'")
+    check_callers(tool.allowed_callers, tool.defer_loading, where)
+    if tool.is_async:
+        raise unsupported_error(f"{where}.async", "cannot be true: a call ends an answer here")
+    if tool.output_schema is not None:
+        raise unsupported_error(
+            f"{where}.output_schema",
+            "is not supported: chat templates do not show it; say it in 'description'",
+        )
     return Tool("function", FunctionTool(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 def _make_format(text_format: TextFormat) -> ResponseFormat:
-    if text_format.type != "json_schema":
-        return ResponseFormat(text_format.type)
-    if text_format.name is None:
-        raise missing_parameter_error("text.format.name")
-    if text_format.schema is None:
-        raise missing_parameter_error("text.format.schema")
-    return ResponseFormat("json_schema", JsonSchema(text_format.name, text_format.schema))
+    if isinstance(text_format, SchemaFormat):
+        return ResponseFormat("json_schema", JsonSchema(text_format.name, text_format.schema))
+    return ResponseFormat("text" if isinstance(text_format, PlainFormat) else "json_object")
 
 
-def _make_choice(choice: str | dict[str, Any] | None, known: list[str]) -> str | dict[str, Any] | None:
+def _make_choice(choice: ItemChoice | None, known: list[str]) -> ToolChoice | None:
     """The choice as chats have it. Hosted tools among the allowed ones are passed over, as among `tools`."""
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind != "allowed_tools":
+    if choice is None or isinstance(choice, ModeChoice):
+        return None if choice is None else choice.mode
+    if isinstance(choice, FunctionChoice):
+        return choose_function(choice.name)
+    if not isinstance(choice, AllowedChoice):
         raise unsupported_error(
             "tool_choice.type", "must be 'function' or 'allowed_tools': hosted tools are not offered"
         )
-    listed = choice.get("tools")
-    if not isinstance(listed, list):
-        raise invalid_value_error("tool_choice.tools", "must be a list")
-    functions = [tool for tool in listed if isinstance(tool, dict) and tool.get("type") == "function"]
-    if not functions and not known:
-        return "auto" if choice.get("mode") == "auto" else "required"
-    named = [{"type": "function", "function": {"name": tool.get("name")}} for tool in functions]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    if choice.mode == "none":
+        return "none"
+    names = [tool.name for tool in choice.tools if isinstance(tool, AllowedFunction)]
+    if not names and known:
+        raise invalid_value_error("tool_choice.tools", "must list at least one function")
+    return allow_functions(choice.mode, names) if names else choice.mode
 
 
 def _repeat_fields(request: ResponsesRequest, tools: list[Tool]) -> RepeatedFields:
@@ -182,16 +192,23 @@ def _repeat_fields(request: ResponsesRequest, tools: list[Tool]) -> RepeatedFiel
         safety_identifier=request.safety_identifier,
         service_tier="default",
         text={"format": text_format, "verbosity": verbosity or "medium"},
-        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+        tool_choice=_shown_choice(request.tool_choice),
         tools=[_shown_tool(tool.function) for tool in tools],
         top_logprobs=request.top_logprobs or 0,
         user=UNSET if request.user is None else request.user,
     )
 
 
+def _shown_choice(choice: ItemChoice | None) -> str | dict[str, Any]:
+    if choice is None or isinstance(choice, ModeChoice):
+        return "auto" if choice is None else choice.mode
+    shown: dict[str, Any] = msgspec.to_builtins(choice)
+    return shown
+
+
 def _shown_format(text_format: TextFormat) -> dict[str, Any]:
-    if text_format.type != "json_schema":
-        return {"type": text_format.type}
+    if not isinstance(text_format, SchemaFormat):
+        return {"type": "text" if isinstance(text_format, PlainFormat) else "json_object"}
     return {
         "type": "json_schema",
         "name": text_format.name,

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
 from services.gateway.openai.parse_body import json_depth, parse_body
+from services.gateway.openai.schemas.message_parts import RefusalPart, TextPart
 from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest
 
-GOOD = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+GOOD: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": parts}
+
+
+def called(**call: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", **call}]}
 
 
 def refused(body: bytes, kind: type = ChatRequest) -> RequestFailure:
@@ -46,6 +57,20 @@ def refused(body: bytes, kind: type = ChatRequest) -> RequestFailure:
          "response_format.json_schema.name"),
         ({"kv_transfer_params": {}}, "unrecognized_request_argument", "kv_transfer_params"),
         ({"stream_options": {"usage": True}}, "unrecognized_request_argument", "stream_options.usage"),
+        ({"messages": [*GOOD["messages"], said({"type": "text", "text": "a"}, {"type": "text", "text": "a", "x": 1})]},
+         "unrecognized_request_argument", "messages[1].content[1].x"),
+        ({"messages": [said({"type": "refusal", "refusal": "a", "text": "b"})]}, "unrecognized_request_argument",
+         "messages[0].content[0].text"),
+        ({"messages": [said({"type": "text", "text": 5})]}, "invalid_value", "messages[0].content[0].text"),
+        ({"messages": [said("a")]}, "invalid_value", "messages[0].content[0]"),
+        ({"messages": [called(function={"name": "f", "arguments": "{}", "x": 1})]}, "unrecognized_request_argument",
+         "messages[0].tool_calls[0].function.x"),
+        ({"messages": [called(function={"name": "f"}, x=1)]}, "unrecognized_request_argument",
+         "messages[0].tool_calls[0].x"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}, "x": 1}}, "unrecognized_request_argument",
+         "tool_choice.x"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "unrecognized_request_argument",
+         "tools[0].function.x"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(change: dict[str, object], code: str, param: str) -> None:
@@ -105,3 +130,30 @@ def test_the_four_forms_of_a_prompt_are_taken() -> None:
     for prompt in ("text", ["a", "b"], [1, 2], [[1], [2, 3]]):
         body = msgspec.json.encode({"model": "toy", "prompt": prompt})
         assert parse_body(body, CompletionRequest, 64).prompt == prompt
+
+
+def test_unknown_fields_of_one_kind_are_passed_over_where_they_are_unknown() -> None:
+    """What is unknown in a text is a field of a refusal."""
+    parts = [
+        {"type": "text", "text": "a", "refusal": "b", "x": 1},
+        {"type": "refusal", "refusal": "c", "x": 1},
+    ]
+    body = msgspec.json.encode({**GOOD, "messages": [said(*parts), said(*parts)]})
+    ignored: list[str] = []
+    content = parse_body(body, ChatRequest, 64, ignored).messages[1].content
+    assert content == [TextPart("text", "a"), RefusalPart("refusal", "c")]
+    assert sorted(ignored) == ["messages[].content[].refusal", "messages[].content[].x"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"foo": 1, "model": ',
+        b'{"model":"toy","x` - at `$.messages":1,"messages":[{"role":"user"}]}',
+        b'{"model":"toy","x` - at `$.messages[9].a[0]":1,"messages":[{"role":"user","content":"a"}]}',
+    ],
+)
+def test_what_cannot_be_passed_over_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body(body, ChatRequest, 64, [])
+    assert caught.value.failure.status == 400

@@ -186,10 +186,11 @@ def deep(levels: int) -> dict[str, Any]:
         ({"tools": [tool("f", {"properties": {"a": {"type": "no type"}}})]}, "tools"),
         ({"tools": [tool("f", {"properties": {"a": {"type": "string", "pattern": "("}}})]}, "tools"),
         ({"tool_choice": named("other")}, "tool_choice.function.name"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {**named("now"), "mode": "auto"}}, "tool_choice.mode"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
             "tool_choice.allowed_tools.mode",

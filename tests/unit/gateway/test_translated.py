@@ -10,6 +10,7 @@ import pytest
 from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from services.gateway.openai.parse_body import parse_body
+from services.gateway.openai.schemas.message_parts import allow_functions
 from services.gateway.openai.schemas.responses_request import ResponsesRequest
 from services.gateway.openai.translated import FieldNames, TranslatedRequest
 from services.gateway.openai.validate import RequestRules
@@ -124,9 +125,5 @@ def test_hosted_tools_are_passed_over() -> None:
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, tools[1]]}
     found = translated(tools=tools, tool_choice=allowed)
     assert [tool.function.name for tool in found.chat.tools or ()] == ["f"]
-    named = [{"type": "function", "function": {"name": "f"}}]
-    assert found.chat.tool_choice == {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "auto", "tools": named},
-    }
+    assert found.chat.tool_choice == allow_functions("auto", ["f"])
     assert translated(tools=tools[:1], tool_choice={**allowed, "tools": tools[:1]}).chat.tool_choice == "auto"

@@ -7,45 +7,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.schemas.message_blocks import BlockList, MessageTool
+from services.gateway.openai.schemas.message_parts import CacheControl
 from services.gateway.openai.schemas.request_schema import ShortText, Temperature, TopK, TopP
 from services.gateway.openai.schemas.server_fields import ServerFields
 
-MAX_BLOCKS = 256
 
-
-class ContentBlock(msgspec.Struct, frozen=True):
-    """A block of a message: text, a thought, a call, or its result; others are refused.
-
-    What earlier answers had beside these fields, and `cache_control`, is passed over.
-    """
-
-    type: ShortText
-    text: str | None = None
-    thinking: str | None = None
-    id: ShortText | None = None
-    name: ShortText | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: ShortText | None = None
-    content: str | list[ContentBlock] | None = None
-    is_error: bool | None = None
-
-
-BlockList = Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
-
-
-class InputMessage(msgspec.Struct, frozen=True):
+class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | BlockList
-
-
-class MessageTool(msgspec.Struct, frozen=True):
-    """A tool of the client, of type `custom` or none; others are passed over."""
-
-    name: ShortText
-    type: ShortText | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ToolPick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +25,7 @@ class ToolPick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -63,6 +33,18 @@ class ThinkingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MessageFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
+
+
+class MessageMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who asks; it has no effect here."""
+
+    user_id: Annotated[str, Meta(max_length=1024)] | None = None
+
+
+class Diagnostics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What Anthropic would compare the prompt with; it has no effect here."""
+
+    previous_message_id: ShortText | None = None
 
 
 class OutputOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +64,7 @@ class ConversationFields(ServerFields, kw_only=True, forbid_unknown_fields=True)
     output_config: OutputOptions | None = None
 
     # Fields that are accepted and have no effect here.
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     speed: Literal["standard", "fast"] | None = None
     user_profile_id: ShortText | None = None
     workspace_id: ShortText | None = None
@@ -107,10 +89,10 @@ class MessagesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=Tr
     top_k: TopK | None = None
 
     # Fields that are accepted and have no effect here.
-    metadata: dict[str, Any] | None = None
+    metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: ShortText | None = None
-    diagnostics: dict[str, Any] | None = None
+    diagnostics: Diagnostics | None = None
 
     # Refused unless it is null.
     container: str | dict[str, Any] | None = None

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.openai.schemas.message_parts import Part, PastCall, ToolChoice
+
 INT64_RANGE = Meta(ge=-(2**63), le=2**63 - 1)
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -81,19 +83,11 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: FunctionTool
 
 
-class Part(msgspec.Struct, frozen=True):
-    """One part of a message's content; only `text` (and an assistant's `refusal`) are served."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Meta(max_length=256)] | None = None
     name: ShortText | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tool_calls: Annotated[list[PastCall], Meta(max_length=128)] | None = None
     tool_call_id: ShortText | None = None
     refusal: str | None = None
     function_call: dict[str, Any] | None = None
@@ -191,7 +185,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     thinking_token_budget: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     # A mode, a function, or allowed tools (`tools.plan_tools`).
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     # Fields that are accepted and have no effect here.

@@ -8,56 +8,16 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.openai.schemas.request_schema import Count, Metadata, ShortText, Temperature, TopK, TopP
+from services.gateway.openai.schemas.response_items import (
+    InputItem,
+    ItemChoice,
+    ResponseTool,
+    TextFormat,
+)
 from services.gateway.openai.schemas.server_fields import ServerFields
 
 # Items become at most as many messages, and a chat has at most 2,048.
 MAX_ITEMS = 2048
-
-
-class ItemPart(msgspec.Struct, frozen=True):
-    """One part of an item: text in one of its kinds, or a refusal; others are refused."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-ItemText = str | Annotated[list[ItemPart], Meta(max_length=256)] | None
-
-
-class InputItem(msgspec.Struct, frozen=True):
-    """An item of `input`: a message (also without a type), a call, its output, or a thought.
-
-    What earlier answers had beside these fields is passed over.
-    """
-
-    type: ShortText | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: ItemText = None
-    call_id: ShortText | None = None
-    name: ShortText | None = None
-    arguments: str | None = None
-    output: ItemText = None
-    summary: Annotated[list[ItemPart], Meta(max_length=256)] | None = None
-    encrypted_content: str | None = None
-
-
-class ResponseTool(msgspec.Struct, frozen=True):
-    """A function that the model may call, or a hosted tool, which is passed over."""
-
-    type: ShortText
-    name: ShortText | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,8 +68,7 @@ class ResponsesRequest(ServerFields, kw_only=True, forbid_unknown_fields=True):
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: Count | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=256)] | None = None
-    # A mode, a function, or allowed tools, in the shape of this route.
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ItemChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None

@@ -1,4 +1,4 @@
-"""26 conversations over `/v1/responses`, each as a stream and whole: the order and the fields of every event, what
+"""27 conversations over `/v1/responses`, each as a stream and whole: the order and the fields of every event, what
 the client sees, and what the workers are asked for.
 """
 
@@ -17,6 +17,7 @@ import pytest
 from services.gateway.openai.request_limits import RequestLimits
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
+from tests.system.conversations import check_alike, play_conversation
 from tests.system.response_events import check_events, check_response, read_events
 from tests.system.scripted_gateway import Running, scripted
 from tests.unit.gateway.thinking_model import MARKERS, THINKING_TEMPLATE
@@ -59,7 +60,8 @@ CONVERSATIONS = [
     Conversation("a text", "message"),
     Conversation("a message", "message", sent=[{"role": "user", "content": "hi"}]),
     Conversation("a message of parts", "message", sent=[
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]),
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}]}]),
     Conversation("instructions", "message", fields={"instructions": "Be brief."}, sent=[
         {"role": "developer", "content": "Never shout."}, {"role": "user", "content": "hi"}]),
     Conversation("a second question", "message", sent=[
@@ -93,6 +95,9 @@ CONVERSATIONS = [
         "include": ["reasoning.encrypted_content"], "store": False}),
     Conversation("a thought with log-probabilities", "reasoning message", THOUGHT + TEXT, fields={
         "include": ["message.output_text.logprobs"]}),
+    Conversation("two texts with log-probabilities", "message function_call message",
+                 f"One moment.\n{JUMP}\nIt jumps.", fields={
+                     "tools": TOOLS, "include": ["message.output_text.logprobs"]}),
     Conversation("a text too long", "message", fields={"max_output_tokens": 9}, status="incomplete"),
     Conversation("a thought too long", "reasoning", THOUGHT, fields={"max_output_tokens": 4}, status="incomplete"),
     Conversation("a call too long", "function_call", JUMP, fields={"tools": TOOLS, "max_output_tokens": 18},
@@ -115,19 +120,11 @@ def http(gateway: Running) -> Iterator[httpx.Client]:
         yield opened
 
 
-def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
-
-
 def play(gateway: Running, http: httpx.Client, conversation: Conversation, stream: bool) -> httpx.Response:
-    # What ends at once says its end token first.
-    gateway.script.text = conversation.said or "<|end|>"
-    body = {"model": "toy", "input": conversation.sent, "stream": stream, **conversation.fields}
+    body = {"input": conversation.sent, "stream": stream, **conversation.fields}
     if not stream:
         body.pop("stream_options", None)
-    answer = http.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer
+    return play_conversation(gateway, http, "/v1/responses", conversation.said, body)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda one: str(one.name))
@@ -135,13 +132,23 @@ def test_conversations(gateway: Running, http: httpx.Client, conversation: Conve
     streamed = check_events(read_events(play(gateway, http, conversation, True).text))
     whole = play(gateway, http, conversation, False).json()
     check_response(whole)
+    check_alike(streamed["output"], whole["output"], conversation.items)
     for response in (streamed, whole):
-        assert " ".join(item["type"] for item in response["output"]) == conversation.items
         assert response["status"] == conversation.status
         statuses = [item["status"] for item in response["output"]]
         assert statuses == ["completed"] * (len(statuses) - 1) + [conversation.status]
-    assert without_ids(streamed["output"]) == without_ids(whole["output"])
-    assert streamed["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_each_text_has_its_own_log_probabilities(gateway: Running, http: httpx.Client) -> None:
+    said = Conversation("", "", f"One moment.\n{JUMP}\nIt jumps.\n{LOOK}", fields={
+        "tools": TOOLS, "include": ["message.output_text.logprobs"]})  # fmt: skip
+    streamed = check_events(read_events(play(gateway, http, said, True).text))
+    whole = play(gateway, http, said, False).json()
+    for response in (streamed, whole):
+        parts = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+        assert [part["text"].strip() for part in parts] == ["One moment.", "It jumps."]
+        for part in parts:
+            assert "".join(entry["token"] for entry in part["logprobs"]).strip() == part["text"].strip()
 
 
 def prompt_of(gateway: Running) -> str:
@@ -255,6 +262,25 @@ def test_the_official_client_reads_both(gateway: Running) -> None:
      "input[0].encrypted_content"),
     ({"model": "other"}, "model_not_found", "model"),
     ({"n": 2}, "unrecognized_request_argument", "n"),
+    ({"input": [{"role": "user", "content": "a", "x": 1}]}, "unrecognized_request_argument", "input[0].x"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "x": 1}]}]},
+     "unrecognized_request_argument", "input[0].content[0].x"),
+    ({"input": [*CALLED[:2], {**CALLED[2], "output": "a"}]}, "unrecognized_request_argument", "input[2].output"),
+    ({"input": [*CALLED[:2], {**CALLED[2], "caller": {"type": "program", "caller_id": "a"}}]}, "unsupported_parameter",
+     "input[2].caller.type"),
+    ({"input": [*CALLED[:2], {**CALLED[2], "namespace": "a"}]}, "unsupported_parameter", "input[2].namespace"),
+    ({"input": [*CALLED[:2], {**CALLED[2], "async": True}]}, "unsupported_parameter", "input[2].async"),
+    ({"tools": [{**TOOLS[0], "x": 1}]}, "unrecognized_request_argument", "tools[0].x"),
+    ({"tools": [{**TOOLS[0], "async": True}]}, "unsupported_parameter", "tools[0].async"),
+    ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "unsupported_parameter", "tools[0].defer_loading"),
+    ({"tools": [{**TOOLS[0], "output_schema": {}}]}, "unsupported_parameter", "tools[0].output_schema"),
+    ({"tools": [{**TOOLS[0], "allowed_callers": ["programmatic"]}]}, "unsupported_parameter",
+     "tools[0].allowed_callers"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "jump", "x": 1}}, "unrecognized_request_argument",
+     "tool_choice.x"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "invalid_value",
+     "tool_choice.tools"),
+    ({"text": {"format": {"type": "text", "name": "a"}}}, "unrecognized_request_argument", "text.format.name"),
 ])
 # fmt: on
 def test_what_is_refused_is_named(http: httpx.Client, fields: dict[str, Any], code: str, param: str) -> None:

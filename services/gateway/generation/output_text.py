@@ -26,6 +26,7 @@ class OutputPiece:
     """New text since the last piece, and the tokens from `start` up to `stop` of `scored`.
 
     Of an answer that a reader reads, `parts` are what is new, and `text` is what of them is for the client to show.
+    `part_stops` are, for each part but the last, the index behind its last token.
     """
 
     text: str
@@ -34,6 +35,7 @@ class OutputPiece:
     start: int = 0
     stop: int | None = None
     parts: Sequence[AnswerPart] = ()
+    part_stops: Sequence[int] = ()
     # The ids of all new tokens, if they were asked for, also of those whose text is not certain yet.
     token_ids: Sequence[int] = ()
 
@@ -49,15 +51,22 @@ class OutputPiece:
 
         Without parts the first one has all the text. The first one has all token ids.
         """
-        stop, start = len(self.scored) if self.stop is None else self.stop, self.start
-        ids = self.token_ids
-        for part in self.parts or (None,):
+        start, ids = self.start, self.token_ids
+        for part, stop in self.part_ranges():
             end = min(stop, start + limit)
             text = self.text if part is None else part.text if part.kind == "content" else ""
-            yield OutputPiece(text, self.scored, start, end, () if part is None else (part,), ids)
+            yield OutputPiece(text, self.scored, start, end, () if part is None else (part,), token_ids=ids)
             start, ids = end, ()
-        for begin in range(start, stop, limit):
-            yield OutputPiece("", self.scored, begin, min(stop, begin + limit))
+            while start < stop:
+                end = min(stop, start + limit)
+                yield OutputPiece("", self.scored, start, end)
+                start = end
+
+    def part_ranges(self) -> Iterator[tuple[AnswerPart | None, int]]:
+        """The parts, each with the index behind its last token; None: there are no parts."""
+        stop = len(self.scored) if self.stop is None else self.stop
+        for i, part in enumerate(self.parts or (None,)):
+            yield part, self.part_stops[i] if i < len(self.part_stops) else stop
 
 
 class OutputText:

@@ -31,6 +31,9 @@ class ParsedText(OutputText):
         self._parts: list[AnswerPart] = []
         # Tokens that are thoughts if what they begin turns out to be no call.
         self._num_doubtful = 0
+        # How many tokens had been scored when each part ended, the last of them excepted, and how many were taken.
+        self._part_stops: list[int] = []
+        self._num_taken = 0
         # Whether the answer ends before a second call.
         self._one_call = context.one_call
 
@@ -38,6 +41,8 @@ class ParsedText(OutputText):
         """Remove and return the parts and the log-probabilities that wait."""
         piece = super()._take_content()
         piece.parts, self._parts = self._parts, []
+        piece.part_stops = [min(stop - self._num_taken, len(piece.scored)) for stop in self._part_stops]
+        self._num_taken, self._part_stops = self._num_taken + len(piece.scored), []
         piece.text = "".join([part.text for part in piece.parts if part.kind == "content"])
         return piece
 
@@ -92,6 +97,8 @@ class ParsedText(OutputText):
             if last is not None and last.kind == part.kind and part.kind != "call":
                 last.text += part.text
             else:
+                if last is not None:
+                    self._part_stops.append(self._num_taken + len(self._scored))
                 self._parts.append(part)
 
 

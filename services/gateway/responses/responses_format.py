@@ -105,7 +105,7 @@ class ResponsesFormat:
     ) -> Iterator[bytes]:
         """The JSON of a whole response, in parts. Takes the text out of `texts`.
 
-        Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time. The first message has them all.
+        Log-probabilities are written `MAX_WRITTEN_TOKENS` tokens at a time.
         """
         [text] = texts
         piece = text.take_piece()
@@ -117,19 +117,18 @@ class ResponsesFormat:
         return self._fill_output(self._response_json(usage, details), piece)
 
     def _fill_output(self, text: bytes, piece: OutputPiece | None = None) -> Iterator[bytes]:
-        """JSON with the items in its empty `output`, in parts. The first message has the tokens of a piece."""
+        """JSON with the items in its empty `output`, in parts. Messages have the tokens of a piece."""
         # What clients have written is behind it.
         before, after = split_json(text, b"output", b"[]")
         yield before + b"["
+        is_scored = piece is not None and self.resolved.logprobs is not None
+        pieces = _message_pieces(piece) if piece is not None and is_scored else iter(())
         for i, item in enumerate(self._items.items):
             yield b"," * (i > 0)
-            if piece is None or self.resolved.logprobs is None or not isinstance(item, MessageItem):
-                yield from self._items.item_parts(i)
+            if is_scored and isinstance(item, MessageItem):
+                yield from self._scored_item(item, next(pieces))
             else:
-                # From here on only its tokens count.
-                piece.parts = ()
-                yield from self._scored_item(item, piece)
-                piece = None
+                yield from self._items.item_parts(i)
         yield b"]" + after
 
     def _scored_item(self, item: MessageItem, piece: OutputPiece) -> Iterator[bytes]:
@@ -139,7 +138,7 @@ class ResponsesFormat:
         most = self.resolved.logprobs or 0
         for part in piece.split_pieces(MAX_WRITTEN_TOKENS):
             entries = self.logprob_json.chat_entries(part.iter_rows(), most).encode()
-            yield b"," * (part.start > 0) + entries
+            yield b"," * (part.start > piece.start) + entries
         yield b"]" + after
 
     def _response_event(self, name: str, body: bytes) -> bytes:
@@ -171,6 +170,17 @@ class ResponsesFormat:
             diptych=details,
         )
         return msgspec.json.encode(answered)[:-1] + b"," + self._repeated[1:]
+
+
+def _message_pieces(piece: OutputPiece) -> Iterator[OutputPiece]:
+    """The tokens of each message of a whole answer, with those before it that have no text."""
+    start = 0
+    for part, stop in piece.part_ranges():
+        if part is None or (part.kind == "content" and part.text):
+            yield OutputPiece("", piece.scored, start, stop)
+            start = stop
+    # Of an answer without text, which has one empty message.
+    yield OutputPiece("", piece.scored, start)
 
 
 def _pass_over(events: Iterable[bytes]) -> None:

@@ -84,10 +84,26 @@ def test_pieces_are_split_into_one_part_each() -> None:
         scored.add_token(token, token, None)
     parts = [AnswerPart("reasoning", "a"), AnswerPart("content", "b")]
     for limit in (1, 2, 9):
-        split = [*OutputPiece("b", scored, parts=parts).split_pieces(limit)]
+        split = [*OutputPiece("b", scored, parts=parts, part_stops=[3]).split_pieces(limit)]
+        own = [row.token for piece in split[: -(-3 // limit)] for row in piece.iter_rows()]
+        assert own == [0, 1, 2]
         assert [part for piece in split for part in piece.parts] == parts
         assert [row.token for piece in split for row in piece.iter_rows()] == list(range(5))
         assert "".join(piece.text for piece in split) == "b"
+
+
+@pytest.mark.parametrize("step", [1, 3, 200])
+def test_each_text_has_its_own_tokens(thinking: RequestRules, step: int) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tokens = token_ids(thinking, f"<think>\nso\n</think>\n\nThe fox.{call}\nThe dog.{call}")
+    ask = asked(text_logprobs=True, context=AnswerContext(tools={"f": {}}))
+    _, pieces = parse_text(thinking, ask, tokens, step=step)
+    texts: list[list[int]] = [[]]
+    for piece in (part for whole in pieces for part in whole.split_pieces(99)):
+        texts += [[]] if any(part.kind == "call" for part in piece.parts) else []
+        texts[-1] += [row.token for row in piece.iter_rows()]
+    shown = [thinking.tokenizer.decode(ids, False).strip() for ids in texts]
+    assert shown == ["The fox.", "The dog.", ""]
 
 
 def test_messages_and_deltas_name_thoughts_twice() -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +35,7 @@ import uvloop
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.interference import gaps_within, percentile
+from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import ANSWER_S, ServedDeployment, StampedStream, serving_deployment
 from benchmarks.load.short_form import add_short_form
 
@@ -153,17 +153,13 @@ async def measure(deployment: ServedDeployment, options: argparse.Namespace) -> 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser = figure_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=4.0, help="of a window")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--clients", type=int, default=4, help="that ask for embeddings")
     add_short_form(parser, rounds=3, seconds=3.0)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
         model = make_pooling_model(Path(scratch))
         with serving_deployment(
@@ -173,8 +169,7 @@ def main() -> None:
             report = uvloop.run(measure(deployment, options))
             deployment.rest()
             report["held"] = deployment.metric("diptych:kv_slabs_used")
-    report |= {"rounds": options.rounds, "seconds": options.seconds, "load_before": round(load, 2)}
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_figures(report, options, "rounds", "seconds")
     sys.exit(bool(report["held"]))
 
 

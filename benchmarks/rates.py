@@ -16,10 +16,7 @@ A request counts for the time at which it was sent. Requests and tokens are thos
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import secrets
 import tempfile
 import time
@@ -33,6 +30,7 @@ import uvloop
 import yaml
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import ANSWER_S, pool_flags, serving_deployment
 from benchmarks.load.short_form import add_short_form
 
@@ -210,19 +208,13 @@ def measure_rates(num_keys: int, seconds: float, colocated: int) -> dict[str, An
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser = figure_parser(__doc__)
     parser.add_argument("--keys", type=int, default=20)
     parser.add_argument("--seconds", type=int, default=120, help="a whole number of minutes")
     parser.add_argument("--colocated", type=int, default=0, help="workers that do both; 0: one of each kind")
     add_short_form(parser, seconds=60)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    fields = measure_rates(options.keys, options.seconds, options.colocated)
-    fields |= {"load_before": round(load, 2), "keys": options.keys, "seconds": options.seconds}
-    print(json.dumps(fields, indent=None if options.json else 2))
+    print_figures(measure_rates(options.keys, options.seconds, options.colocated), options, "keys", "seconds")
 
 
 if __name__ == "__main__":

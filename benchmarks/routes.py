@@ -13,9 +13,7 @@ at a time, in an order that moves on by one each round.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from typing import Any
 import httpx
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import ANSWER_S, serving_deployment
 from benchmarks.load.short_form import add_short_form
 from benchmarks.tls import wait_ready
@@ -118,18 +117,12 @@ def measure_routes(num_rounds: int, num_tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser = figure_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     add_short_form(parser, rounds=40)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    fields = {**measure_routes(options.rounds, options.tokens), "load_before": round(load, 2)}
-    fields |= {"rounds": options.rounds, "tokens": options.tokens}
-    print(json.dumps(fields, indent=None if options.json else 2))
+    print_figures(measure_routes(options.rounds, options.tokens), options, "rounds", "tokens")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,13 @@ turn, one at a time, first one and then the other first, over connections that s
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import ipaddress
-import json
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from cryptography import x509
@@ -31,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import ANSWER_S, START_S, serving_deployment
 from benchmarks.load.short_form import add_short_form
 from services.gateway.tls.trust import trust_certificate
@@ -129,18 +126,12 @@ def measure_tls(num_pairs: int, num_tokens: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser = figure_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     add_short_form(parser, pairs=40)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
-    fields: dict[str, Any] = {**measure_tls(options.pairs, options.tokens), "load_before": round(load, 2)}
-    fields |= {"pairs": options.pairs, "tokens": options.tokens}
-    print(json.dumps(fields, indent=None if options.json else 2))
+    print_figures({**measure_tls(options.pairs, options.tokens)}, options, "pairs", "tokens")
 
 
 if __name__ == "__main__":

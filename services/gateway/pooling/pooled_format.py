@@ -83,13 +83,21 @@ class PooledFormat(ChunkEvents, ABC):
         """The items of the response."""
 
 
-class EmbeddingFormat(PooledFormat):
-    """The format of `/v1/embeddings`."""
+class ListFormat(PooledFormat):
+    """A format whose answers are OpenAI's lists, of the class `kind`."""
+
+    kind: type[EmbeddingList | ScoreList]
 
     def empty_body(self, usage: PooledUsage, details: DetailsField) -> tuple[msgspec.Struct, bytes]:
-        """The response without vectors."""
+        """The response without items."""
         head = self.head
-        return EmbeddingList(head.id, head.created, head.model, [], usage, diptych=details), b"data"
+        return self.kind(head.id, head.created, head.model, [], usage, diptych=details), b"data"
+
+
+class EmbeddingFormat(ListFormat):
+    """The format of `/v1/embeddings`."""
+
+    kind = EmbeddingList
 
     def list_items(self, texts: Sequence[OutputText]) -> Iterator[msgspec.Struct]:
         """The vectors, in the order of inputs."""
@@ -100,13 +108,10 @@ class EmbeddingFormat(PooledFormat):
                 yield Embedding(index, Raw(msgspec.json.encode(_numbers(text).tolist())))
 
 
-class ScoreFormat(PooledFormat):
+class ScoreFormat(ListFormat):
     """The format of `/score`."""
 
-    def empty_body(self, usage: PooledUsage, details: DetailsField) -> tuple[msgspec.Struct, bytes]:
-        """The response without scores."""
-        head = self.head
-        return ScoreList(head.id, head.created, head.model, [], usage, diptych=details), b"data"
+    kind = ScoreList
 
     def list_items(self, texts: Sequence[OutputText]) -> Iterator[msgspec.Struct]:
         """The scores, in the order of pairs."""

@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Logprob, Output
-from diptych.request import Request
+from diptych.request import Pooling, Request
 from diptych.slo import Slo
 from diptych.specs import StorageShares
+from engine.model.pooling import ModelPooler
 from router.effects import StageDurations
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.app import build_app
@@ -44,6 +47,7 @@ from tests.support.healthy_probes import HealthyProbes
 
 SCRIPT = "Grüße, 世界! 👩‍👩‍👧 One two three four five. STOP here {and} there."
 CAUSE = "the cause is for the log"
+POOLED_SIZE = 8
 STAGES = {"admission": 0.001, "retry": 0.0, "prefill_queue": 0.002, "prefill": 0.003, "deliver": 0.001}
 
 
@@ -113,6 +117,12 @@ class Script:
         scores = None
         if sampling.prompt_logprobs is not None:
             scores = [None, *(self._logprob(token, sampling.prompt_logprobs) for token in request.prompt[1:])]
+        if sampling.pooling is not None:
+            size = 1 if sampling.pooling.kind == "score" else sampling.pooling.dimensions or POOLED_SIZE
+            vector = np.full(size, 0.5, "<f4").tobytes()
+            reader.deliver_output(Output(request.id, 0, [], finish="stop", pooled=vector), time.monotonic())
+            self.open.pop(request.id, None)
+            return reader.finish_sequence("stop", time.monotonic())
         if sampling.max_tokens == 0:
             reader.deliver_output(
                 Output(request.id, 0, [], prompt_logprobs=scores, finish="length"), time.monotonic()
@@ -172,10 +182,12 @@ def scripted(
     shares: StorageShares | None = None,
     admin_key: str = "",
     ignore_unknown: bool = False,
+    pooling: Pooling | None = None,
 ) -> Iterator[Running]:
     """Serve `folder` on a free port of 127.0.0.1; with `data_dir` also files and batches.
 
-    With `admin_key` there are the admin routes, of which those of workers do not work.
+    With `admin_key` there are the admin routes, of which those of workers do not work. With `pooling` the model pools,
+    and each vector is the same.
     """
     tokens, metrics = GatewayTokenizer.load(str(folder)), GatewayMetrics(objectives)
     script = Script(tokens, text)
@@ -186,6 +198,7 @@ def scripted(
         limits or RequestLimits(),
         markup=ModelMarkup.load(tokens),
         ignore_unknown=ignore_unknown,
+        pooler=ModelPooler(pooling, size=POOLED_SIZE) if pooling is not None else ModelPooler(),
     )
     service = GatewayService(
         rules,

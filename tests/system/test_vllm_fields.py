@@ -112,8 +112,11 @@ def test_unknown_fields_are_counted_and_served(folder: Path, caplog: pytest.LogC
     ):
         for _ in range(3):
             post(http, CHAT, mood="good")
+        parts = [{"type": "text", "text": "a", "x": 1}]
+        post(http, CHAT, messages=[{"role": "user", "content": parts}])
         text = http.get("/metrics").text
     assert 'diptych:ignored_fields_total{field="mood"} 3.0' in text
+    assert 'diptych:ignored_fields_total{field="messages[].content[].x"} 1.0' in text
     assert sum("unknown field 'mood'" in record.message for record in caplog.records) == 1
 
 
@@ -138,6 +141,19 @@ def ask(served: Served, **fields: Any) -> Any:
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 600, 1500])
 def test_scores_of_a_prompt_are_those_of_echo(served: Served, length: int) -> None:
     """Across the hand-off, chunks of a prompt, and prefixes that are cached: a scored prompt is computed anew."""
+    check_scores(served, length)
+
+
+@pytest.mark.timeout(600)
+def test_scores_of_a_prompt_are_those_of_echo_on_two_ranks() -> None:
+    """Each rank has half of the vocabulary's scores, so that the most likely tokens come from both."""
+    with serve_parts("--prefill", "1", "--decode", "1", "--prefill-tp", "2", "--decode-tp", "2") as ranks:
+        for length in (1, 65, 600):
+            check_scores(ranks, length)
+
+
+def check_scores(served: Served, length: int) -> None:
+    """Scores of a prompt of so many tokens, alone and with an answer that echoes it."""
     start = random.Random(length).randrange(10_000)
     prompt = read_text()[start : start + length]
     echoed = ask(served, prompt=prompt, echo=True, logprobs=3, return_tokens_as_token_ids=True)["choices"][0][

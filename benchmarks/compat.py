@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class CompatClient:
     command: tuple[str, ...]
     environ: tuple[tuple[str, str], ...] = ()
     accepted: str = ""
+    # What it was recorded from, of one that does not run here itself.
+    recorded: str = ""
 
 
 def python_client(name: str, *packages: str) -> CompatClient:
@@ -75,6 +77,10 @@ ALL_CLIENTS = (
     python_client("langchain", "langchain-openai", "langchain-anthropic"),
     python_client("litellm", "litellm"),
     python_client("llamaindex", "llama-index-llms-openai-like"),
+    # Open WebUI is a server of its own with a database and a browser: its requests are recorded.
+    replace(python_client("open_webui", "httpx"), recorded="0.12, recorded"),
+    python_client("lm_eval", "lm-eval[api]", "transformers"),
+    python_client("guidellm", "guidellm"),
     node_client("openai", "openai"),
     node_client("anthropic", "@anthropic-ai/sdk"),
     node_client("vercel", "ai", "@ai-sdk/openai-compatible", "zod"),
@@ -111,7 +117,8 @@ def install_packages(folder: Path, client: CompatClient) -> str:
             pip = [str(python), "-m", "pip", "install", "-q", "--constraint", str(limits), *client.packages]
             subprocess.run(pip, check=True)
             (folder / "done").touch()
-        ask = f"from importlib.metadata import version; print(version({client.packages[0]!r}))"
+        name = client.packages[0].partition("[")[0]
+        ask = f"from importlib.metadata import version; print(version({name!r}))"
         return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
     if not (folder / "done").exists():
         (folder / "package.json").write_text('{"private": true}', encoding="utf-8")
@@ -124,15 +131,16 @@ def install_packages(folder: Path, client: CompatClient) -> str:
     return str(json.loads(package.read_text(encoding="utf-8"))["version"])
 
 
-def run_client(client: CompatClient, folder: Path, url: str) -> str:
+def run_client(client: CompatClient, folder: Path, url: str, model: Path) -> str:
     """Run a client against `url`; returns "" or the end of what it said when it failed."""
     names = {
-        "url": url, "model": MODEL, "key": KEY, "clients": str(CLIENTS), "python": str(folder / "env/bin/python"),
+        "url": url, "model": MODEL, "key": KEY, "clients": str(CLIENTS),
+        "python": str(folder / "env/bin/python"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as home:
         environ = {
             "PATH": os.environ["PATH"], "HOME": home, "NO_PROXY": "*", "COMPAT_URL": url, "COMPAT_MODEL": MODEL,
-            "KEY": KEY,
+            "COMPAT_FOLDER": str(model), "KEY": KEY,
             "OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY, "ANTHROPIC_BASE_URL": url, **dict(client.environ),
         }  # fmt: skip
         try:
@@ -189,12 +197,14 @@ def measure(clients: list[CompatClient], tools: Path) -> dict[str, Any]:
             deployment.wait_ready()
             for client in clients:
                 before = len(proxy.answers)
-                if why := run_client(client, tools / client.name, proxy.url):
+                if why := run_client(client, tools / client.name, proxy.url, model):
                     found["failures"][client.name] = why
                 mine = proxy.answers[before:]
                 answers += mine
                 answered = sum(one.status < 400 for one in mine)
-                found["clients"][client.name] = {"version": versions[client.name], "answered": answered}
+                found["clients"][client.name] = {
+                    "version": client.recorded or versions[client.name], "answered": answered,
+                }  # fmt: skip
     refused = [f"{one.path} {one.status}: {one.text[:300]}" for one in answers if one.status >= 400]
     invalid = find_invalid(answers, tools / SCHEMAS.name)
     return found | {

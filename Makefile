@@ -11,9 +11,8 @@ PORT ?= 8000
 ARGS ?=
 TESTS ?= tests
 JOBS ?= 2
-# No processes, no kernels, no torch.
-QUICK := $(addprefix tests/unit/, test_house.py test_house_names.py test_house_tests.py test_docs.py test_slo.py \
-  test_failure_statuses.py router kvcache kvtransfer)
+# schemathesis is used as a library: its plugin takes seconds to import, in every process.
+PYTEST := $(BIN)/python -m pytest -p no:schemathesis
 
 # In every environment, that of build back-ends included: no other torch than the one this was tested with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -48,14 +47,14 @@ contracts: $(STAMP) ## Who may import whom
 	@$(BIN)/lint-imports > .run/contracts.log 2>&1 || { cat .run/contracts.log; exit 1; }
 	@tail -n 2 .run/contracts.log
 
-quick: lint contracts ## What can be said in a minute: lint, contracts, the house, the router and the KV cache
-	@$(BIN)/python -m pytest $(QUICK) -n $(JOBS) --dist loadfile -q $(ARGS)
+quick: lint contracts ## What can be said in a minute: lint, contracts, and unit tests but for the slow ones
+	@$(PYTEST) tests/unit --quick -n $(JOBS) --dist loadfile -q $(ARGS)
 
 tests: $(STAMP) ## All tests but the soaks; TESTS=tests/unit for some, JOBS=1 one by one
-	@$(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMP) ## The long ones; property tests look for new examples
-	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(TESTS) -m slow $(ARGS)
+	@HYPOTHESIS_PROFILE=explore $(PYTEST) $(TESTS) -m slow $(ARGS)
 
 faults: $(STAMP) ## Faults in every phase, migration, chaos: .run/faults/report.md; ARGS='kill chaos' for some
 	@$(BIN)/python -m tests.faults.run --out .run/faults $(ARGS)
@@ -64,14 +63,14 @@ containers: $(STAMP) ## The image and compose in a real container engine: .run/c
 	@$(BIN)/python -m tests.containers.run --out .run/containers
 
 gpu: $(STAMP) ## Those that need a CUDA device
-	@$(BIN)/python -m pytest $(TESTS) -m gpu $(ARGS)
+	@$(PYTEST) $(TESTS) -m gpu $(ARGS)
 
 gpu-check: $(STAMP) ## What only a CUDA device can tell, within eight minutes: .run/gpu_check/result.json; Error 3 without one
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 vllm: $(STAMP) ## vLLM's build for CPUs in .vllm, and the tests that need it; ARGS='-k served' for some
 	@PYTHON="$(PYTHON)" deploy/install_vllm.sh
-	@TEST_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(BIN)/python -m pytest tests/vllm --override-ini timeout=1500 $(ARGS)
+	@TEST_VLLM_PYTHON=$(CURDIR)/.vllm/bin/python $(PYTEST) tests/vllm --override-ini timeout=1500 $(ARGS)
 
 docs: $(STAMP) ## Write what is generated: docs/configuration.md, JSON Schemas, dashboards, docs/results
 	@$(BIN)/python -m services.cli.serve.settings_reference > docs/configuration.md

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ LONG = (
     "system/test_bulk_serving.py", "engine/offload/test_offload_moves.py", "system/batches/test_killed_batches.py",
     "system/test_emulated_device.py", "system/test_limited_workers.py",
 )  # fmt: skip
+
+
+# Files and folders of `tests/unit`, one a line.
+NOT_QUICK = TESTS / "unit" / "not_quick.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"leave out what {NOT_QUICK.name} names")
+
+
+@cache
+def slow_paths() -> frozenset[Path]:
+    """What `make quick` leaves out."""
+    lines = NOT_QUICK.read_text(encoding="utf-8").splitlines()
+    paths = frozenset(NOT_QUICK.parent / line for line in lines if not line.startswith("#"))
+    assert not (gone := [path for path in paths if not path.exists()]), gone
+    return paths
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--quick`: files and folders that take long."""
+    return True if config.getoption("quick") and collection_path in slow_paths() else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -236,6 +236,8 @@ class Hello(ChannelMessage, frozen=True):
     traits: tuple[str, ...] = CONTINUED
     # Whether it can pool prompts (`diptych.request.Pooling`).
     pools: bool = False
+    # The time slice with which it computes prompts, so that threads that wake interrupt them; 0: the kernel's own.
+    prefill_slice_ms: float = 0.0
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

@@ -91,6 +91,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # Number of the core that the worker is pinned to; None means not pinned.
     core: int | None = None
     threads: int = 1
+    # The time slice of the thread that computes prompts while the role is prefill (`services.worker.prefill_priority`).
+    prefill_slice_ms: float = 0.0
     # Transports in order of preference.
     transports: tuple[str, ...] = ("shm", "nixl")
     lease_s: float = 30.0

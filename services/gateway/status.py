@@ -261,6 +261,7 @@ class LiveHealthProbes:
             "log_file": hello.log_file,
             "device": hello.identity.get("device", "cpu"),
             "engine": describe_engine(hello),
+            "prefill_slice_ms": hello.prefill_slice_ms,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
             "stats": msgspec.structs.asdict(member.stats),
         }

@@ -39,7 +39,14 @@ def apply_device(loaded: LoadedConfig) -> LoadedConfig:
                 "it is for workers on GPUs, and these compute on the CPU",
                 "add --device cuda, or leave it out",
             )
+        _check_yields(loaded)
         return loaded
+    if "prefill_yields" in origins:
+        raise ConfigError(
+            f"{origins['prefill_yields']} has no effect",
+            "it is for prompts that are computed on CPU cores, and these are on GPUs",
+            "leave it out, or use --device cpu",
+        )
     if config.engine != VLLM:
         _check_served(config)
     defaults = CUDA_DEFAULTS if config.device == "cuda" else GPU_DEFAULTS
@@ -49,6 +56,19 @@ def apply_device(loaded: LoadedConfig) -> LoadedConfig:
             given_defaults["max_num_seqs"], max(config.max_num_seqs, config.max_num_batched_tokens)
         )
     return LoadedConfig(config.model_copy(update=given_defaults), origins)
+
+
+def _check_yields(loaded: LoadedConfig) -> None:
+    """Raises ConfigError if prompts are always to yield, and no worker's can."""
+    config = loaded.config
+    why = ""
+    if config.colocated or config.bulk:
+        why = "no worker has prompts alone"
+    elif config.threads > 1 or config.prefill_tp * config.prefill_pp > 1:
+        why = "several threads or ranks compute a prompt, and do not yield"
+    if config.prefill_yields == "always" and why:
+        fix = "leave it out, or use prefill workers with one thread and one rank"
+        raise ConfigError(f"{loaded.origin_of('prefill_yields')} has no effect", why, fix)
 
 
 def _check_served(config: Config) -> None:

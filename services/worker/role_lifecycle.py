@@ -9,6 +9,7 @@ as `WorkerParts`.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import uuid
@@ -43,6 +44,7 @@ from kvtransfer.resharding import ShardedPool
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLinks
 from prefill_worker.worker import PrefillWorker, TicketIssuer
+from services.worker.prefill_priority import set_slice_ms
 from worker.loop import GatewayLink, LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
 from worker.watchdog import LIMIT_S, STUCK_S, EngineWatchdog
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from kvcache.device.copies import SlabCopies
     from kvtransfer.transfer_buffer import TransferBuffer
     from prefill_worker.buffered_offers import BufferedOffers
+
+log = logging.getLogger(__name__)
 
 
 def _tune_nothing(role: str) -> None:
@@ -209,6 +213,7 @@ def run_worker(spec: WorkerSpec, supervisor: SupervisorPipe, parts: WorkerParts)
         while role and not end_request.ending:
             # Undoes the pinning of the last role, so that threads which the next role starts may use all cores.
             os.sched_setaffinity(0, cores)
+            set_slice_ms(0.0)
             parts.tune_for(role)
             loop = _serve_role(
                 _RoleLife(spec, role, key, keys, parts, watchdog, progress, shown, prefault),
@@ -290,6 +295,10 @@ def _serve_role(life: _RoleLife, end_request: _EndRequest, supervisor: Superviso
         link.open()
         owned.callback(link.close)
         pin_to_core(spec.core)
+        if hello.prefill_slice_ms:
+            # Only now, since threads inherit it.
+            set_slice_ms(hello.prefill_slice_ms)
+            log.info("threads that wake interrupt prompts: their time slice is %g ms", hello.prefill_slice_ms)
         try:
             loop.run_until_drained()
         except BaseException as error:
@@ -338,8 +347,23 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         block_tokens=_count_block_tokens(parts),
         traits=TRAITS if parts.roles is None else parts.roles.traits,
         # vLLM's workers do not pool for us.
+        prefill_slice_ms=_find_slice_ms(life),
         pools=parts.roles is None and bool(getattr(getattr(parts.engine, "runner", None), "can_pool", False)),
     )
+
+
+def _find_slice_ms(life: _RoleLife) -> float:
+    """The time slice that the thread of this role will have, if it is to have one and the kernel gives it."""
+    slice_ms = life.spec.prefill_slice_ms
+    if not slice_ms or life.role != "prefill" or life.parts.roles is not None:
+        return 0.0
+    given = set_slice_ms(slice_ms)
+    set_slice_ms(0.0)
+    if not given:
+        log.info(
+            "prompts do not yield: the kernel gives threads no time slices of their own (Linux 6.12 does)"
+        )
+    return slice_ms if given else 0.0
 
 
 def _count_block_tokens(parts: WorkerParts) -> int:

@@ -25,6 +25,7 @@ from services.host.gpu_probe import GpuShare
 from services.host.gpus import gpu_amount
 from services.host.model_probe import ProbedModel, calibration_path
 from services.host.vllm.settings import find_interpreter, split_vllm_args
+from services.worker.prefill_priority import HostLoad, choose_slice_ms
 
 
 def worker_spec(
@@ -68,6 +69,7 @@ def worker_spec(
         pool_splits=((config.prefill_tp, config.prefill_pp), (config.decode_tp, config.decode_pp)),
         core=core,
         threads=config.threads,
+        prefill_slice_ms=prefill_slice_ms(config),
         transports=config.transports,
         lease_s=config.kv_lease_s,
         pipelined=config.pipelined_transfer,
@@ -248,6 +250,19 @@ def assign_cores(config: Config, available: list[int], ranks: Sequence[int]) -> 
     if not config.pin_cores or config.threads > 1 or config.device in GPU_DEVICES:
         return [None] * len(ranks)
     return [available[sum(ranks[:index]) % len(available)] for index in range(len(ranks))]
+
+
+def prefill_slice_ms(config: Config) -> float:
+    """The time slice with which prompts are computed; 0 where more than one thread of a worker, or a GPU, does.
+
+    Of a node of a Ray cluster nothing is known but the worker itself.
+    """
+    ranks = config.prefill_tp * config.prefill_pp
+    if config.device in GPU_DEVICES or config.engine == VLLM or config.threads > 1 or ranks > 1:
+        return 0.0
+    cores, alone = len(os.sched_getaffinity(0)), config.role is not None or config.ray_address is not None
+    threads = device_budget(config) if not alone else config.host_workers if config.role is not None else 1
+    return choose_slice_ms(config.prefill_yields, HostLoad(cores, threads, has_gateway=not alone))
 
 
 def with_gpus(

@@ -56,3 +56,27 @@ def test_settings_of_gpus_mean_nothing_on_the_cpu(given: dict[str, str], words: 
     with pytest.raises(ConfigError, match=words) as caught:
         settle(**given)
     assert "add --device cuda" in caught.value.fix
+
+
+def test_prompts_on_a_gpu_yield_to_nobody() -> None:
+    with pytest.raises(ConfigError, match="--prefill-yields has no effect") as caught:
+        settle(device="emulated", prefill_yields="never")
+    assert caught.value.fix and len(caught.value.lines()) <= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"threads": "2"}, "several threads or ranks"),
+        ({"prefill_tp": "2"}, "several threads or ranks"),
+        ({"prefill_pp": "2"}, "several threads or ranks"),
+        ({"colocated": "2"}, "no worker has prompts alone"),
+        ({"bulk": "1", "prefill": "0", "decode": "0"}, "no worker has prompts alone"),
+    ],
+)
+def test_always_is_refused_where_nothing_can_yield(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match="--prefill-yields has no effect") as caught:
+        settle(prefill_yields="always", **given)
+    assert words in caught.value.why and len(caught.value.lines()) <= 6
+    for setting in ("auto", "never"):
+        settle(prefill_yields=setting, **given)

@@ -10,6 +10,7 @@ from diptych.logs.request_ids import RequestIds, ids_of_sequence
 from router.effects import (
     AttemptBegan,
     AttemptRetried,
+    DeliverTokens,
     FailRequest,
     FinishRequest,
     KvMoved,
@@ -77,6 +78,9 @@ class RelayTelemetry:
 
     def on_effect(self, effect: RelayEffect, now_s: float) -> None:
         """Called after `effect` was applied: log it, and count it in metrics and request log."""
+        if type(effect) is DeliverTokens and self._request_log is None and effect.request not in self.bulk:
+            # Most effects are these, and of them there is nothing to log or count here.
+            return
         self._log_effect(effect, now_s)
         if (getattr(effect, "request", None) or "") in self.bulk:
             self.bulk.on_effect(effect)

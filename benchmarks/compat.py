@@ -88,6 +88,7 @@ ALL_CLIENTS = (
     CompatClient(
         "claude_code", "npm", ("@anthropic-ai/claude-code",), CLAUDE,
         (("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1"), ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", "64")),
+        accepted="output token maximum",
     ),
 )  # fmt: skip
 

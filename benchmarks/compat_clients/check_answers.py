@@ -33,10 +33,22 @@ EVENTS: dict[str, Any] = {
 UNCHECKED_EVENTS = {"ping", "error"}  # Anthropic's, for which the package has no type of an event
 
 
+def fill_first(body: Any) -> None:
+    """Fill what an echoed prompt's first token has: null, as of OpenAI, for which its own type has no room."""
+    for choice in body.get("choices", []) if isinstance(body, dict) else []:
+        found = choice.get("logprobs") or {}
+        for name, empty in (("token_logprobs", 0.0), ("top_logprobs", {})):
+            if found.get(name) and found[name][0] is None:
+                found[name][0] = empty
+
+
 def check_body(kind: Any, text: str) -> str:
     """Why a JSON body is not of a type, or ""."""
     try:
-        TypeAdapter(kind).validate_python(json.loads(text))
+        body = json.loads(text)
+        if kind is Completion:
+            fill_first(body)
+        TypeAdapter(kind).validate_python(body)
     except (ValidationError, ValueError) as error:
         return str(error)[:400]
     return ""

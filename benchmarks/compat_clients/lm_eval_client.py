@@ -46,7 +46,8 @@ def main() -> None:
         ):
             is_chat = kind == "local-chat-completions"
             options = (
-                f"model={MODEL},base_url={URL}/v1/{path},tokenizer={FOLDER},max_retries=1,num_concurrent=1"
+                f"model={MODEL},base_url={URL}/v1/{path},tokenizer={FOLDER},tokenizer_backend=huggingface,"
+                "max_retries=1,num_concurrent=1"
             )
             found = lm_eval.simple_evaluate(
                 model=kind, model_args=options, tasks=names, task_manager=manager, apply_chat_template=is_chat,

@@ -110,8 +110,8 @@ class DecodeWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the KV of any request is waited for or being pulled."""
-        return len(self._admission) > 0
+        """Whether the KV of any request is waited for, being pulled, or read back from a tier."""
+        return len(self._admission) > 0 or self.engine.restores.is_busy
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
         """Queue a request: its prompt is prefilled here (`Generate`), or its KV is fetched (`Admit`).
@@ -228,10 +228,12 @@ class DecodeWorker:
         raise AssertionError(f"{seq.key} was held by a decode worker")
 
     def tend_held(self, now_s: float) -> float | None:
-        """Adopt arrivals that were fetched, fail those past their deadline, and start those that have room.
+        """Adopt arrivals that were fetched, fail those past their deadline, and start those that have room. Go on with
+        prefixes that are read back.
 
-        Returns the earliest deadline of the arrivals (clock seconds), None without any.
+        Returns the earliest deadline of the arrivals and prefixes (clock seconds), None without any.
         """
+        restores_end_s = self.engine.restores.tend(now_s)
         if self.fetcher.error is not None:
             raise self.fetcher.error
         while (arrival := self._next_landed()) is not None:
@@ -239,7 +241,8 @@ class DecodeWorker:
         for arrival in self._admission.expired(now_s):
             self._refuse_arrival(arrival, "deadline_exceeded", EXPIRED_TEXT)
         self._start_fetches(now_s)
-        return min((arrival.seq.deadline_s for arrival in self._admission.wanted()), default=None)
+        ends = [restores_end_s, *(arrival.seq.deadline_s for arrival in self._admission.wanted())]
+        return min((end_s for end_s in ends if end_s is not None), default=None)
 
     def _next_landed(self) -> KvArrival | None:
         try:

@@ -17,6 +17,7 @@ import msgspec
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import CONTINUED, SamplingParams, Tenancy
+from diptych.stats.tiers import TierStats
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
 SILENCE_S = 10.0
@@ -245,7 +246,7 @@ STEP_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 # The fields of `WorkerStats` that are numbers and only grow.
 _COUNTERS = (
     *("steps", "step_seconds", "step_tokens", "prefix_queries", "prefix_hits", "seat_pauses"),
-    *("bulk_units", "bulk_seconds", "bulk_tokens", "bulk_preemptions"),
+    *("bulk_units", "bulk_seconds", "bulk_tokens", "bulk_preemptions", "tier_queries", "tier_hits"),
 )
 
 
@@ -309,6 +310,10 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     copies_in_flight: int = 0
     # Sequences whose prefill is complete, and whose KV waits for room in the buffer or is being copied there.
     offers_waiting: int = 0
+    # Prompt tokens looked up in the tiers below the pool, those read back, and the tiers, the fastest first.
+    tier_queries: int = 0
+    tier_hits: int = 0
+    tiers: dict[str, TierStats] = {}
 
     def since(self, then: WorkerStats) -> WorkerStats:
         """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""
@@ -319,6 +324,7 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
             self,
             preemptions={kind: n - then.preemptions.get(kind, 0) for kind, n in self.preemptions.items()},
             step_parts={part: s - then.step_parts.get(part, 0.0) for part, s in self.step_parts.items()},
+            tiers={name: one.since(then.tiers.get(name, TierStats())) for name, one in self.tiers.items()},
             **counts,
         )
 

@@ -66,6 +66,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_calibration: str = ""
     # Bytes of host memory to which the KV of preempted requests may be swapped.
     swap_bytes: int = 0
+    # Most bytes of KV that left the pools, in memory and on disk: of all workers of a host together. 0: none.
+    kv_host_bytes: int = 0
+    kv_disk_bytes: int = 0
+    kv_disk_folder: str = ""
     # The threshold of eviction of requests that give none: below 1 memory for evictions is set aside.
     kv_keep: float = 1.0
     # Milliseconds that a step may take if sequences decode and prompts are prefilled in it (colocated workers only).

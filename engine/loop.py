@@ -31,6 +31,7 @@ from engine.outputs import (
     take_prompt_rows,
 )
 from engine.parking import park_sequence, restore_sequence
+from engine.prefix_restores import NoRestores, PrefixRestores
 from engine.protocols import (
     KvObserver,
     Logits,
@@ -83,6 +84,8 @@ def build_jobs(workload: StepWorkload, live: Mapping[str, LiveSequence], masks: 
 class Engine:
     """Runs sequences step by step. `host` is the tier in which preempted sequences may be parked; None: there is none.
 
+    `restores` may be set before the first sequence: it reads prefixes back from the tiers below the pool.
+
     `observer` is called for every sequence and step. `kv_observer` may be set at any time between steps.
     """
 
@@ -104,6 +107,7 @@ class Engine:
         self._live: dict[str, LiveSequence] = {}
         self._masks = MaskBudget()
         self.decisions = DecisionPoints(runner, self.table)
+        self.restores: PrefixRestores | NoRestores = NoRestores()
 
     def expect(self, seq: Sequence) -> None:
         """Announce a sequence that will be added or adopted soon, so that slow preparation can begin. Idempotent."""
@@ -114,6 +118,7 @@ class Engine:
         """Call `wake`, from another thread, whenever a sequence has become ready (`Sequence.ready`)."""
         self.sampler.notify(wake)
         self.decisions.notify(wake)
+        self.restores.notify(wake)
 
     def add(self, seq: Sequence, now_s: float) -> None:
         """Queue a sequence to be prefilled from its first token. Its slabs are allocated step by step.
@@ -123,6 +128,7 @@ class Engine:
         self.decisions.check_runner(seq)
         self.expect(seq)
         self.scheduler.add(seq, now_s)
+        self.restores.begin(seq, now_s)
         if self._observer is not None:
             self._observer.on_sequence_arrived(seq, now_s)
 
@@ -179,7 +185,7 @@ class Engine:
     @property
     def stats(self) -> WorkerStats:
         """The engine's part of a worker's statistics."""
-        return self.table.stats
+        return self.restores.complete_stats(self.table.stats)
 
     def record_send_time(self, seconds: float) -> None:
         """Record that sending a step's messages to the gateway took `seconds`. They count as part of the step."""
@@ -261,7 +267,7 @@ class Engine:
     def _apply_plan(self, plan: StepPlan, clock: Callable[[], float]) -> list[SequenceOutput]:
         """Take the plan's slabs and start the admitted sequences. Returns the failures of those that cannot start."""
         admissions, taken = self.table.take_slabs(plan)
-        self._note_taken(taken)
+        self.note_taken(taken)
         return [failure for one in admissions if (failure := self._start_sequence(one, clock)) is not None]
 
     def _start_sequence(
@@ -346,12 +352,12 @@ class Engine:
                 # It has failed, or was preempted for one before it.
                 continue
             try:
-                self.decisions.evict(seq, preempt, self._note_taken)
+                self.decisions.evict(seq, preempt, self.note_taken)
             except Exception as error:
                 failures[seq.key] = self._fail_sequence(seq.key, failure_code(error), str(error))
         return failures
 
-    def _note_taken(self, slabs: list[int]) -> None:
+    def note_taken(self, slabs: list[int]) -> None:
         """Tell the KV observer about slabs that are about to be written."""
         if self.kv_observer is not None and slabs:
             self.kv_observer.on_slabs_taken(slabs)

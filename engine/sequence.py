@@ -76,6 +76,8 @@ class Sequence:
     matcher: Any = None
     # The kernels that it needs to evict, if they may still be missing (a `engine.protocols.Preparation`), or None.
     kernels: Any = None
+    # The KV of its prefix that is read back from a lower tier (a `engine.prefix_restores.PrefixRestore`), or None.
+    restore: Any = None
     # Its number in order of arrival: a lower number came earlier.
     number: int = 0
     arrived_s: float = 0.0
@@ -130,8 +132,10 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether it can start; False while its grammar, or the kernels that it needs to evict, are being compiled."""
-        return all(one is None or one.ready for one in (self.matcher, self.kernels))
+        """Whether it can start; False while its grammar, or the kernels that it needs to evict, are being compiled, and
+        while KV of its prefix is read back.
+        """
+        return all(one is None or one.ready for one in (self.matcher, self.kernels, self.restore))
 
     @property
     def scores_prompt(self) -> bool:

@@ -27,6 +27,8 @@ DEADLINE_FAILURE = ("deadline_exceeded", "the request's time was up")
 STEP_PARTS = ("schedule", "prepare", "run", "evict", "sample", "send")
 # The name of the time until a sequence started, and the name of the time from then to its first token.
 LOCAL_STAGES = ("queue", "prefill")
+# Of the time until it started, the part in which its prefix was read back from a tier, if it was.
+RESTORE_STAGE = "restore"
 FETCHED_STAGES = ("decode_queue", "decode_first")
 
 
@@ -315,10 +317,14 @@ class SequenceTable:
 def first_output_seconds(seq: Sequence, now_s: float) -> dict[str, float]:
     """Where the time of a sequence went until its first output, in seconds by stage; empty after that.
 
-    Both durations meet when the sequence started, so they sum to the whole since `arrived_s`.
+    They follow one another, so they sum to the whole since `arrived_s`.
     """
     if not seq.silent:
         return {}
     wait, work = FETCHED_STAGES if seq.fetched else LOCAL_STAGES
     started_s = now_s if seq.started_s is None else seq.started_s
-    return {wait: started_s - seq.arrived_s, work: now_s - started_s}
+    stages = {wait: started_s - seq.arrived_s, work: now_s - started_s}
+    if seq.restore is not None:
+        stages[RESTORE_STAGE] = max(0.0, min(started_s, seq.restore.ended_s) - seq.arrived_s)
+        stages[wait] -= stages[RESTORE_STAGE]
+    return stages

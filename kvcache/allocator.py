@@ -106,10 +106,11 @@ class KvAllocator:
             return 0
         return sum(node.is_lent or not node.refs for node in self.tree.match_prefix(keys))
 
-    def attach_prefix(self, key: str, keys: Sequence[bytes]) -> list[int]:
+    def attach_prefix(self, key: str, keys: Sequence[bytes], counted: bool = True) -> list[int]:
         """Let sequence `key` hold the longest cached prefix of `keys`, the chunk addresses of its tokens.
 
-        Returns the slabs of the attached chunks, in token order. The caller must not write to them.
+        Returns the slabs of the attached chunks, in token order. The caller must not write to them. Unless `counted`,
+        no request asks for it, and `prefix_queries` and `prefix_hits` stay.
 
         Raises:
             ValueError: `key` holds slabs already.
@@ -119,8 +120,9 @@ class KvAllocator:
         if self.tree is None:
             return []
         nodes = self.tree.match_prefix(keys)
-        self.prefix_queries += len(keys) * CHUNK_TOKENS
-        self.prefix_hits += len(nodes) * CHUNK_TOKENS
+        if counted:
+            self.prefix_queries += len(keys) * CHUNK_TOKENS
+            self.prefix_hits += len(nodes) * CHUNK_TOKENS
         if nodes:
             self.tree.lock_nodes(nodes, self._lends)
             self._open_sequence(key).shared_nodes.extend(nodes)
@@ -258,7 +260,7 @@ class KvAllocator:
         self.ledger.give_back(list(seq_slabs.private), key)
         self._count_private(seq_slabs, -len(seq_slabs.private))
         if self.tree is not None:
-            self.tree.unlock_nodes(seq_slabs.shared_nodes, seq_slabs.lent)
+            self.tree.unlock_nodes(seq_slabs.shared_nodes, seq_slabs.lent, keep)
             if not keep:
                 self.ledger.give_back(self.tree.forget_nodes(seq_slabs.shared_nodes), TREE_OWNER)
 

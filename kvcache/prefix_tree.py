@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from diptych.chunks import CHUNK_TOKENS
@@ -58,13 +58,18 @@ class PrefixNode:
     """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has.
 
     `lent` of its `refs` holders hold it only as long as no other sequence wants its slab (`kvcache.lending`), and no
-    other ever held it if `only_lent`.
+    other ever held it if `only_lent`. `depth` is the number of chunks before it. Once it is `evicted` its slab may be
+    written: whoever reads the slab in another thread looks at that afterwards.
     """
 
-    __slots__ = ("__weakref__", "children", "key", "lent", "only_lent", "parent", "refs", "slab")
+    __slots__ = (
+        "__weakref__", "children", "depth", "evicted", "key", "lent", "only_lent", "parent", "refs", "slab",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, slab: int, parent: PrefixNode | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.evicted = False
         self.refs = 0
         self.lent = 0
         self.only_lent = False
@@ -86,6 +91,9 @@ class PrefixTree:
         self._unheld: OrderedDict[bytes, PrefixNode] = OrderedDict()
         # Number of chunks that only sequences hold which would give them back.
         self.num_lent = 0
+        # Called with chunks whose last holder has just released them, the deepest first; without those that were only
+        # ever lent, and those that nobody may use again.
+        self.on_released: Callable[[list[PrefixNode]], None] | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -147,10 +155,11 @@ class PrefixTree:
         node.only_lent = node.only_lent and lent
         self.num_lent += node.is_lent - before
 
-    def unlock_nodes(self, nodes: Sequence[PrefixNode], lent: bool = False) -> None:
+    def unlock_nodes(self, nodes: Sequence[PrefixNode], lent: bool = False, keep: bool = True) -> None:
         """Remove one holder from each of `nodes`, a path from the root; `lent` as it was given to `lock_nodes`.
 
-        Chunks that were only ever lent are evicted first, so that they displace no other ones.
+        Chunks that were only ever lent are evicted first, so that they displace no other ones. Without `keep` their
+        content is in doubt: nobody is told of them.
 
         Raises ValueError (no change) if one is unheld.
         """
@@ -169,6 +178,8 @@ class PrefixTree:
         )
         for _, node in reversed(list(first)):
             self._unheld.move_to_end(node.key, last=False)
+        if self.on_released is not None and keep:
+            self.on_released([node for node in gone_nodes if not node.only_lent])
 
     def evict_chunks(self, n: int) -> list[int]:
         """Remove the first `n` unheld chunks, or all if fewer; returns their slabs.
@@ -180,6 +191,7 @@ class PrefixTree:
             key, node = self._unheld.popitem(last=False)
             assert not node.children, "a chunk is evicted before its children"
             del self._nodes[key]
+            node.evicted = True
             if node.parent is not None:
                 node.parent.children -= 1
             slabs.append(node.slab)
@@ -192,6 +204,7 @@ class PrefixTree:
             if node.refs or node.children:
                 break
             del self._unheld[node.key], self._nodes[node.key]
+            node.evicted = True
             if node.parent is not None:
                 node.parent.children -= 1
             slabs.append(node.slab)

@@ -187,6 +187,11 @@ class ShardedPool:
             for page in layer:
                 payload.update(self._page_view(arena, slab, page))
 
+    def chunk_views(self, slab: int) -> list[memoryview]:
+        """The bytes of the chunk in `slab`, in the order of its pages, without a copy. Raises ValueError."""
+        arena = self.arena_at(slab)
+        return [self._page_view(arena, slab, page) for page in arena.pages]
+
     def _page_view(self, arena: PoolArena, slab: int, page: PageMove) -> memoryview:
         """The bytes of one move's target in `slab`, without a copy."""
         at = arena.offset_of(slab, page.target) + page.own

@@ -151,8 +151,10 @@ class PrefillWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any KV waits to be offered or is still leased."""
-        return len(self.ledger) > 0 or (self.offers is not None and self.offers.is_busy)
+        """Whether any KV waits to be offered, is still leased, or is being read back from a tier."""
+        if len(self.ledger) > 0 or self.engine.restores.is_busy:
+            return True
+        return self.offers is not None and self.offers.is_busy
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
         """Queue a prompt. Raises SequenceRefused if the queue is full or the order is not for this role."""
@@ -232,18 +234,20 @@ class PrefillWorker:
         return seq.slabs[:place] + seq.slabs[place + 1 :]
 
     def tend_held(self, now_s: float) -> float | None:
-        """Free expired leases, and hash full chunks or copy them to the transfer buffer.
+        """Free expired leases, go on with prefixes that are read back, and hash full chunks or copy them to the
+        transfer buffer.
 
-        Returns when the next lease or the time of a waiting offer is over (clock seconds), or None.
+        Returns when the next lease, the time of a waiting offer or of a prefix is over (clock seconds), or None.
         """
+        restores_end_s = self.engine.restores.tend(now_s)
         if self.offers is None:
             self.announcer.hash_full()
         for lease in self.ledger.expire_leases(now_s):
             self._free_lease(lease)
-        if self.offers is None:
-            return self.ledger.next_expiry_s()
-        self._tend_offers(self.offers, now_s)
-        ends = (self.ledger.next_expiry_s(), self.offers.deadline_s)
+        ends = [self.ledger.next_expiry_s(), restores_end_s]
+        if self.offers is not None:
+            self._tend_offers(self.offers, now_s)
+            ends.append(self.offers.deadline_s)
         return min((end_s for end_s in ends if end_s is not None), default=None)
 
     def abort_attempts(self, request: str, epoch: int) -> None:

@@ -142,10 +142,11 @@ class RequestCancelled:
 class StageDurations:
     """How long each phase of a request took, for metrics.
 
-    With the request's first token: "admission", "retry" (attempts that were given up), "prefill_queue", "prefill" and
-    "deliver", which sum to the time from its ADMITTED stamp to this token. With the first token of its decode worker:
-    "decode_admission", "transfer" and "first_decode", which sum to the time since the prefill worker's token. If the
-    decode worker draws the first token, all are reported with it, and sum to its time.
+    With the request's first token: "admission", "retry" (attempts that were given up), "restore" (only if a prefix was
+    read back), "prefill_queue", "prefill" and "deliver", which sum to the time from its ADMITTED stamp to this token.
+    With the first token of its decode worker: "decode_admission", "transfer" and "first_decode", which sum to the time
+    since the prefill worker's token. If the decode worker draws the first token, all are reported with it, and sum to
+    its time.
     """
 
     request: str

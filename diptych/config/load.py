@@ -101,6 +101,7 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
             f"host from {loaded.origin_of('host')}; without a key anyone who reaches the port may use the model",
             "--api-key KEY, --api-key-file FILE or --keys FILE; or --insecure to serve everyone",
         )
+    _check_tiers(loaded)
     if "trace_sample" in loaded.origins and config.otlp_traces_endpoint is None:
         raise ConfigError(
             f"{loaded.origin_of('trace_sample')} has no effect",
@@ -115,6 +116,31 @@ def _check_config(loaded: LoadedConfig, command: str) -> None:
                 raise ConfigError(
                     f"`diptych {command}` needs --{name.replace('_', '-')}", _explain_missing(command)
                 )
+
+
+def _check_tiers(loaded: LoadedConfig) -> None:
+    """Check what is stored of KV below the pools. Raises ConfigError."""
+    config = loaded.config
+    given = [name for name in ("kv_host_bytes", "kv_disk_bytes", "kv_disk_folder") if name in loaded.origins]
+    if given and not config.enable_prefix_caching:
+        raise ConfigError(
+            f"{loaded.origin_of(given[0])} does not go with --no-enable-prefix-caching",
+            "KV that left the pools is read back as cached prefixes",
+            "leave out one of the two",
+        )
+    if given and config.kv_host_bytes is None:
+        raise ConfigError(
+            f"{loaded.origin_of(given[0])} needs --kv-host-bytes",
+            "KV goes from the pools to the memory of its host, and from there to disk",
+            "add --kv-host-bytes SIZE, for example 1GiB",
+        )
+    if (config.kv_disk_bytes is None) != (config.kv_disk_folder is None):
+        have, lacks = ("bytes", "folder DIR") if config.kv_disk_bytes else ("folder", "bytes SIZE")
+        raise ConfigError(
+            f"{loaded.origin_of(f'kv_disk_{have}')} needs --kv-disk-{lacks.split()[0]}",
+            "KV on disk has a folder and a bound",
+            f"add --kv-disk-{lacks}, or leave out both",
+        )
 
 
 def check_slo_target(loaded: LoadedConfig) -> None:
@@ -187,6 +213,7 @@ BULK_SETTINGS = ("bulk_policy", "bulk_profile", "bulk_memory_bytes", "bulk_disk_
 NOT_FOR_BULK = (
     "colocated", "prefill_tp", "prefill_pp", "decode_tp", "decode_pp", "plan", "replan",
     "kv_cache_codec", "kv_cache_memory_bytes", "kv_keep", "swap_space", "step_log", "slo_ttft_ms", "slo_tpot_ms",
+    "kv_host_bytes", "kv_disk_bytes", "kv_disk_folder",
     "kv_quality_budget", "max_num_seqs", "max_num_batched_tokens", "dtype", "transports", "enable_prefix_caching",
     "enable_chunked_prefill", "kv_lease_s", "pipelined_transfer", "local_prefill", "replan_mode",
 )  # fmt: skip

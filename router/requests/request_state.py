@@ -386,14 +386,18 @@ def first_token_breakdown(
     entered_s = state.request.entered_s
     queued_s = entered_s[RequestStage.QUEUED]
     begun_s = queued_s if state.first_queued_s is None else state.first_queued_s
-    queue = min(seconds.get("queue", 0.0), now_s - queued_s)
-    prefill = min(seconds.get("prefill", now_s - queued_s), now_s - queued_s - queue)
+    # Reading its prefix back from a tier, if that was done.
+    restores = {name: min(seconds[name], now_s - queued_s) for name in ("restore",) if name in seconds}
+    left_s = now_s - queued_s - sum(restores.values())
+    queue = min(seconds.get("queue", 0.0), left_s)
+    prefill = min(seconds.get("prefill", left_s), left_s - queue)
     return {
         "admission": begun_s - entered_s[RequestStage.ADMITTED],
         "retry": queued_s - begun_s,
+        **restores,
         "prefill_queue": queue,
         "prefill": prefill,
-        "deliver": now_s - queued_s - queue - prefill,
+        "deliver": left_s - queue - prefill,
     }
 
 

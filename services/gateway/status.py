@@ -24,10 +24,15 @@ NO_FILES = AccessFiles()
 
 
 def sum_stats(stats: Iterable[WorkerStats]) -> WorkerStats:
-    """The sum of several workers' statistics. Numbers are added; dictionaries key by key, lists place by place."""
+    """The sum of several workers' statistics. Numbers are added; dictionaries key by key, lists place by place.
+
+    Tiers are left out, since the workers of a host share them.
+    """
     totals: dict[str, Any] = msgspec.structs.asdict(WorkerStats())
     for one in stats:
         for name, value in msgspec.structs.asdict(one).items():
+            if name == "tiers":
+                continue
             if isinstance(value, dict):
                 totals[name] = {
                     key: totals[name].get(key, 0) + value.get(key, 0) for key in totals[name] | value
@@ -263,7 +268,10 @@ class LiveHealthProbes:
             "engine": describe_engine(hello),
             "prefill_slice_ms": hello.prefill_slice_ms,
             "silent_s": round(self._backend.clock() - member.seen_s, 3),
-            "stats": msgspec.structs.asdict(member.stats),
+            "stats": {
+                **msgspec.structs.asdict(member.stats),
+                "tiers": {tier: msgspec.structs.asdict(one) for tier, one in member.stats.tiers.items()},
+            },
         }
 
     def _slo_limits(self) -> dict[str, float | None]:

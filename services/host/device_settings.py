@@ -93,6 +93,12 @@ def _check_served(config: Config) -> None:
             "workers on GPUs do not evict (docs/gpu.md)",
             "leave out --kv-keep, or use --device cpu",
         )
+    if config.kv_host_bytes:
+        raise ConfigError(
+            f"--kv-host-bytes {config.kv_host_bytes} stores KV that left the pools",
+            "workers on GPUs do not store it yet (docs/gpu.md)",
+            "leave out --kv-host-bytes, or use --device cpu",
+        )
     codecs = config.kv_cache_codec
     if "," in codecs or codecs.strip().split(":")[0] == "auto":
         raise ConfigError(

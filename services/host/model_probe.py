@@ -46,6 +46,7 @@ from engine.model.pool_split import split_pool
 from engine.sequence import num_chunks
 from kvcache.class_shares import split_auto
 from kvcache.layout import KvLayout
+from kvcache.tiers.tier_checks import TierRequest, check_tiers
 from services.host.child_environment import child_environment
 from services.host.gpu_probe import GpuRequest, GpuShare, plan_on_gpu
 from services.host.held_memory import held_memory
@@ -88,6 +89,8 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     gpu: GpuRequest | None = None
     # For workers whose engine is vLLM, on any device; `gpu` is None then.
     vllm: VllmRequest | None = None
+    # What hosts store of KV below the pools; None: nothing.
+    tiers: TierRequest | None = None
 
 
 class ProbedModel(msgspec.Struct, frozen=True):
@@ -134,6 +137,9 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
     check_auto(classes, asked, budget)
     _check_splits(probe, checkpoint, classes)
     _check_eviction(probe, checkpoint)
+    if probe.tiers is not None:
+        sizes = [checkpoint.layout(codec=one.codec).chunk_bytes for one in classes]
+        check_tiers(probe.tiers, max(sizes), available_memory() + held_memory(probe.deployment))
     available = _memory_share(probe)
     if probe.gpu is not None:
         return _probe_on_gpu(probe, probe.gpu, checkpoint, classes, available)
@@ -239,7 +245,7 @@ def _probe_on_vllm(probe: ProbeRequest, ask: VllmRequest) -> ProbedModel:
 
 def _memory_share(probe: ProbeRequest) -> int:
     """Bytes for one worker: an equal share of what is free and what the deployment's other workers hold already."""
-    free = available_memory()
+    free = available_memory() - (probe.tiers.host_bytes if probe.tiers else 0)
     return min(free, (free + held_memory(probe.deployment)) // probe.num_workers)
 
 
@@ -385,6 +391,7 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         config.kv_quality_budget,
         config.kv_keep,
         weights=config.bulk > 0,
+        tiers=TierRequest.of(config.kv_host_bytes, config.kv_disk_bytes, config.kv_disk_folder),
         gpu=_gpu_request(config) if config.device in GPU_DEVICES and config.engine != VLLM else None,
         vllm=make_vllm_request(config) if config.engine == VLLM else None,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from diptych.channel.keys import load_transfer_key
 from diptych.chunks import RAW_CLASS
 from diptych.process import SupervisorPipe
 from diptych.specs import GPU_DEVICES, WorkerSpec
+from engine.prefix_restores import PrefixRestores
 from engine.scheduling.scheduler import Scheduler
 from kvcache.class_shares import split_auto
 from kvtransfer.shared_memory import SharedMemory
@@ -16,6 +18,7 @@ from services.worker.step_log import StepLog, StepRecorder
 from worker.build_cpu import build_engine, open_saturation_store
 from worker.resolve_model import resolve_model
 from worker.role_tuning import RoleTuning, choose_step_clock
+from worker.tiers.build_tiers import build_tiers
 
 
 def build_worker(spec: WorkerSpec, supervisor: SupervisorPipe) -> WorkerParts:
@@ -44,6 +47,21 @@ def _build_cpu_worker(
     found = resolve_model(spec)
     memories = [SharedMemory(size) for size in found.pool_sizes]
     body = build_engine(spec, found, memories, supervisor, recorder)
+    try:
+        tiers = (
+            build_tiers(spec, load_transfer_key(spec.keys_dir), body.pool, body.kv)
+            if spec.kv_host_bytes
+            else None
+        )
+    except BaseException:
+        body.close()
+        raise
+    if tiers is not None:
+        engine, sizes = (
+            body.engine,
+            {arena.layout.kv_class: arena.layout.chunk_bytes for arena in body.pool.arenas},
+        )
+        engine.restores = PrefixRestores(engine.kv, tiers, sizes, engine.prefill_rate, engine.note_taken)
     fingerprint, identity = found.checkpoint.fingerprint(found.dtype)
     tuning = RoleTuning(
         body.engine, body.kv, open_saturation_store(spec, found, fingerprint), choose_step_clock(spec)
@@ -57,7 +75,7 @@ def _build_cpu_worker(
         fingerprint=fingerprint,
         identity=identity,
         max_model_len=found.plan.max_model_len,
-        close=body.close,
+        close=body.close if tiers is None else _run_both(tiers.close, body.close),
         tune_for=tuning.tune_for,
         kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
         kv_auto=split_auto(spec.kv_cache_codec)[0],

@@ -99,8 +99,9 @@ def show_state(now: GatewayState) -> None:
     for line in format_table([*COLUMNS, HITS_TITLE, CLASS_TITLE], rows):
         print(line)
     for one in now.workers:
-        if line := _format_buffer(one):
-            print(line)
+        for line in (_format_buffer(one), *_format_tiers(one)):
+            if line:
+                print(line)
         if one.get("log_file"):
             print(f"{one['worker']} on {one['host']}, log {one['log_file']}")
     for link in now.links:
@@ -125,6 +126,16 @@ def _format_buffer(worker: dict[str, Any]) -> str:
         f" {stats['buffer_used']} are used, {stats['buffer_leased']} of them leased;"
         f" {stats['buffer_cached']} are cached"
     )
+
+
+def _format_tiers(worker: dict[str, Any]) -> list[str]:
+    """Lines about the tiers below the pool of a worker; none without tiers."""
+    return [
+        f"{worker['worker']}: {name} tier {one['used_bytes'] >> 20} of {one['capacity_bytes'] >> 20} MiB, "
+        f"{one['stored_chunks']} chunks stored and {one['restored_chunks']} read back"
+        + (", paused" if one["paused"] else "")
+        for name, one in worker.get("stats", {}).get("tiers", {}).items()
+    ]
 
 
 BULK_SOURCES = {

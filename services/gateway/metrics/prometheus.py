@@ -48,7 +48,7 @@ from services.gateway.outcomes import (
     known_outcomes,
 )
 
-TTFT_STAGES = ("admission", "retry", "prefill_queue", "prefill", "deliver", "write")
+TTFT_STAGES = ("admission", "retry", "restore", "prefill_queue", "prefill", "deliver", "write")
 TRANSFER_PARTS = ("hidden", "exposed")
 HANDOFF_STAGES = ("decode_admission", "transfer", "first_decode")
 # Attainment is measured over this many of the latest requests.

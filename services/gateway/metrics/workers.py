@@ -156,6 +156,33 @@ class WorkerCollector(Collector):
         ),
         ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
     )
+    # Of workers with tiers below the pool; the first two have vLLM's names.
+    TIER_COUNTERS = (
+        (
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens looked up in the tiers, which the pool lacked",
+            "tier_queries",
+        ),
+        ("vllm:external_prefix_cache_hits", "Prompt tokens read back from the tiers", "tier_hits"),
+    )
+    TIER_GAUGES = (
+        ("diptych:kv_tier_capacity_bytes", "Bound of a tier, of all workers of the host", "capacity_bytes"),
+        ("diptych:kv_tier_used_bytes", "Bytes in a tier, of all workers of the host", "used_bytes"),
+        ("diptych:kv_tier_waiting_chunks", "Chunks that wait to be stored in a tier", "waiting_chunks"),
+        ("diptych:kv_tier_paused", "1 while nothing is stored, since a tier failed", "paused"),
+        ("diptych:kv_tier_read_bytes_per_second", "How fast a tier is read, measured", "read_bytes_per_s"),
+    )
+    CHUNK_COUNTERS = (
+        ("diptych:kv_tier_stored_chunks", "Chunks that were stored in a tier", "stored_chunks"),
+        ("diptych:kv_tier_restored_chunks", "Chunks read back and verified", "restored_chunks"),
+        (
+            "diptych:kv_tier_dropped_chunks",
+            "Chunks not stored: too many waited, or it paused",
+            "dropped_chunks",
+        ),
+        ("diptych:kv_tier_corrupt_chunks", "Stored chunks found damaged, and removed", "corrupt_chunks"),
+        ("diptych:kv_tier_failures", "Times that a tier could not be used; each is a miss", "failures"),
+    )
     # Of each KV class.
     CLASS_GAUGES = (
         ("diptych:kv_class_slabs", "Slabs of the KV pool by class: a codec's id or raw", "slabs"),
@@ -213,6 +240,7 @@ class WorkerCollector(Collector):
         yield from self._collect_by_name(snapshots)
         yield from self._collect_classes(snapshots)
         yield from self._collect_buffers([one for one in snapshots if one.stats.buffer_slabs])
+        yield from self._collect_tiers([one for one in snapshots if one.stats.tiers])
         yield from self._collect_links()
 
     def _collect_classes(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
@@ -242,6 +270,27 @@ class WorkerCollector(Collector):
             for snapshot in snapshots:
                 gauge.add_metric([snapshot.worker, snapshot.role], getattr(snapshot.stats, attribute))
             yield gauge
+
+    def _collect_tiers(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
+        """Tiers below the pool, of the workers that have any."""
+        if not snapshots:
+            return
+        for name, help_text, attribute in self.TIER_COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=["model_name", "engine"])
+            for snapshot in snapshots:
+                counter.add_metric([self._model, snapshot.worker], getattr(snapshot.stats, attribute))
+            yield counter
+        labels = ["worker", "role", "tier"]
+        for family, rows in (
+            (GaugeMetricFamily, self.TIER_GAUGES),
+            (CounterMetricFamily, self.CHUNK_COUNTERS),
+        ):
+            for name, help_text, attribute in rows:
+                metric = family(name, help_text, labels=labels)
+                for snapshot in snapshots:
+                    for tier, stats in snapshot.stats.tiers.items():
+                        metric.add_metric([snapshot.worker, snapshot.role, tier], getattr(stats, attribute))
+                yield metric
 
     def _collect_by_name(self, snapshots: list[WorkerSnapshot]) -> Iterator[Metric]:
         """The counters whose values are dictionaries, with the name as a label."""

@@ -3,15 +3,15 @@
     POST /v1/chat/completions                     from the request's arrival to the last byte of its answer
       admission  retry  write                     stages of the time to first token outside of attempts
       attempt                                     one per attempt, each on its own workers
-        prefill_queue  prefill  deliver           of the attempt with the first token
+        restore  prefill_queue  prefill  deliver  of the attempt with the first token
         reprefill                                 of a later attempt: prompt and delivered tokens are prefilled again
         decode_admission  transfer  first_decode  the hand-off
         transfer.hidden  transfer.exposed         copying before and after the prompt was computed
         decode                                    the other tokens
 
-`admission`, `retry`, `prefill_queue`, `prefill`, `deliver` and `write` of a sequence sum to its TTFT; so do these and
-the hand-off if a decode worker drew the first token. What a worker has
-measured has a duration, but no time on the gateway's clock: such spans are placed one after the other.
+`admission`, `retry`, `restore`, `prefill_queue`, `prefill`, `deliver` and `write` of a sequence sum to its TTFT; so do
+these and the hand-off if a decode worker drew the first token. What a worker has measured has a duration, but no time
+on the gateway's clock: such spans are placed one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from services.gateway.outcomes import SequenceRecord
 from services.gateway.tracing.trace_context import TraceContext, new_span_id
 
 # Stages of the time to first token that belong to the attempt with the first token; the others belong to the request.
-ATTEMPT_STAGES = ("prefill_queue", "prefill", "deliver")
+ATTEMPT_STAGES = ("restore", "prefill_queue", "prefill", "deliver")
+# Stages that have no span if they took no time.
+OPTIONAL_STAGES = ("retry", "restore")
 
 Attribute = str | int | float | bool
 
@@ -112,10 +114,11 @@ def _sequence_spans(traced: TracedSequence, root_span: TraceSpan) -> Iterator[Tr
     stages = ttft_breakdown(record) if record.first_written_s is not None else {}
     placed, now_s = {}, record.arrived_s
     for stage, seconds in stages.items():
-        placed[stage] = now_s, now_s + seconds
+        if seconds or stage not in OPTIONAL_STAGES:
+            placed[stage] = now_s, now_s + seconds
         now_s += seconds
     for stage, (start_s, end_s) in placed.items():
-        if stage not in (*ATTEMPT_STAGES, *HANDOFF_STAGES) and (stage != "retry" or end_s > start_s):
+        if stage not in (*ATTEMPT_STAGES, *HANDOFF_STAGES):
             yield TraceSpan(stage, start_s, end_s, root_span.span_id, dict(named))
     for attempt in traced.timeline.attempts:
         span = _attempt_span(attempt, root_span, named, record)

@@ -18,6 +18,7 @@ VLLM_SETTINGS = ("vllm_python", "vllm_args")
 OWN_SETTINGS = (
     "kv_cache_codec", "kv_cache_calibration", "kv_quality_budget", "kv_keep", "swap_space", "bulk", "bulk_slice_ms",
     "bulk_policy", "bulk_profile", "bulk_memory_bytes", "bulk_disk_bytes", "pipelined_transfer", "prefill_yields",
+    "kv_host_bytes", "kv_disk_bytes", "kv_disk_folder",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from diptych.keys.named_key import NamedKey
 from diptych.messages import WorkerStats
 from diptych.slo import Slo
+from diptych.stats.tiers import TierStats
 from services.gateway.batches.batch_report import BatchCollector
 from services.gateway.keys.key_metrics import KeyCollector
 from services.gateway.keys.named_keys import NamedKeys
@@ -42,7 +43,8 @@ class Entry(NamedTuple):
 def exported() -> dict[str, Entry]:
     """Every metric by its name in /metrics."""
     metrics = GatewayMetrics(Slo(ttft_s=1.0, tpot_s=0.1))
-    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0}, buffer_slabs=8)
+    tiers = {"host": TierStats()}
+    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0}, buffer_slabs=8, tiers=tiers)
     books, link = (
         WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096)}),
         LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),

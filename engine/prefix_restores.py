@@ -1,0 +1,276 @@
+"""Reads prefixes of waiting prompts back from the tiers below the pool, where that is sooner than computing them.
+
+    a prompt comes ─▶ look up what its prefix lacks ─▶ how many chunks save time? ─▶ slabs of `restore/<n>` are filled
+                                                                                    and verified ─▶ published, released
+
+What is restored is then a cached prefix like any other. A prompt holds nothing while it waits for that, and waits for
+as long as computing would take at most. Another thread, or virtual time, looks up and reads (`TierReader`): nothing
+here touches a file or a clock, so that the simulator decides as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.messages import WorkerStats
+from diptych.stats.tiers import TierStats
+from engine.scheduling.new_token_ratio import MeasuredRate
+from engine.sequence import Sequence
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+
+# The share of an arena that may be filled at a time.
+MAX_RESTORE_SHARE = 0.5
+# For how long a look-up, and reading what was expected to be read at once, may take at least and at most, in seconds.
+MIN_WAIT_S, MAX_LOOK_UP_S = 0.02, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TierRate:
+    """How fast a tier is read: seconds before the first byte, and bytes per second, verified."""
+
+    delay_s: float
+    bytes_per_s: float
+
+
+@dataclass(slots=True, eq=False)
+class PrefixRestore:
+    """The part of a prefix that is not in the pool. Sequences that wait for it share it (`Sequence.restore`).
+
+    `keys` are the addresses of the whole prefix, of which the pool had the first `known` chunks. A reader sets `tiers`,
+    those of the chunks behind them as far as they are all stored, and later `restored`.
+    """
+
+    number: int
+    kv_class: str
+    keys: list[bytes]
+    known: int
+    begun_s: float
+    # When the sequences go on without it.
+    deadline_s: float
+    tiers: list[str] = field(default_factory=list)
+    # The slabs to fill, one per chunk from the first that the pool lacks on; none before that was decided.
+    slabs: list[int] = field(default_factory=list)
+    # How many of them are filled and verified.
+    restored: int = 0
+    # Whether the reader should stop behind the chunk that it is reading.
+    stopped: bool = False
+    # Whether no sequence waits for it any more, and since when, in seconds.
+    ready: bool = False
+    ended_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """The owner of its slabs."""
+        return f"restore/{self.number}"
+
+    @property
+    def missing_keys(self) -> list[bytes]:
+        """The addresses of the chunks that the pool lacked."""
+        return self.keys[self.known :]
+
+
+class TierReader(Protocol):
+    """The tiers below a pool, the fastest first. What is asked for comes back through `take_answers`."""
+
+    def look_up(self, restore: PrefixRestore) -> None:
+        """Set `tiers` of `restore`: those of its leading missing chunks that are stored."""
+
+    def read_chunks(self, restore: PrefixRestore) -> None:
+        """Fill the slabs of `restore`, in order, until one fails or it is stopped."""
+
+    def take_answers(self) -> list[PrefixRestore]:
+        """The restores whose look-up or reading has ended since the last call."""
+
+    def rates(self) -> Mapping[str, TierRate]:
+        """How fast each tier is read now."""
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when there are answers."""
+
+    @property
+    def stats(self) -> dict[str, TierStats]:
+        """What is known of the tiers, by name."""
+
+
+def choose_restore(
+    tiers: Many[str], chunk_bytes: int, rates: Mapping[str, TierRate], prefill_tokens_per_s: float
+) -> int:
+    """How many of the leading chunks to restore: as many as save most time over computing them; 0 if none do.
+
+    `tiers` are those in which the chunks are.
+    """
+    chosen, most_saved_s, saved_s, asked = 0, 0.0, 0.0, set[str]()
+    for count, tier in enumerate(tiers, 1):
+        rate = rates[tier]
+        saved_s += CHUNK_TOKENS / prefill_tokens_per_s - chunk_bytes / rate.bytes_per_s
+        if tier not in asked:
+            asked.add(tier)
+            saved_s -= rate.delay_s
+        if saved_s > most_saved_s:
+            chosen, most_saved_s = count, saved_s
+    return chosen
+
+
+def predict_restore_s(tiers: Many[str], chunk_bytes: int, rates: Mapping[str, TierRate]) -> float:
+    """For how many seconds chunks in these tiers are read."""
+    return sum(rates[tier].delay_s for tier in set(tiers)) + sum(
+        chunk_bytes / rates[tier].bytes_per_s for tier in tiers
+    )
+
+
+class NoRestores:
+    """In place of `PrefixRestores` where the pool has no tiers below it."""
+
+    is_busy = False
+
+    def begin(self, seq: Sequence, now_s: float) -> None:
+        """Nothing is looked for."""
+
+    def tend(self, now_s: float) -> float | None:
+        """Nothing is read."""
+        return None
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Nobody is ever woken."""
+
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` of the engine."""
+        return stats
+
+
+class PrefixRestores:
+    """The restores of one engine into the slabs of `kv`. `chunk_bytes` are those of a chunk by KV class.
+
+    `note_taken` is called with slabs that are about to be written.
+    """
+
+    def __init__(
+        self,
+        kv: KvAllocator | KvArenas,
+        reader: TierReader,
+        chunk_bytes: Mapping[str, int],
+        prefill_rate: MeasuredRate,
+        note_taken: Callable[[list[int]], None],
+    ) -> None:
+        self.kv, self.reader, self._chunk_bytes = kv, reader, chunk_bytes
+        self._prefill_rate, self._note_taken = prefill_rate, note_taken
+        # Restores that are looked up or read, by the address of the first chunk that the pool lacked.
+        self._open: dict[bytes, PrefixRestore] = {}
+        self._number = 0
+        # Tokens that were looked up in the tiers, and those that were restored.
+        self.queried_tokens = self.restored_tokens = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is looked up or read; if not, no slab is held."""
+        return bool(self._open)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The next time at which sequences go on without a restore, in clock seconds."""
+        return min((one.deadline_s for one in self._open.values() if not one.ready), default=None)
+
+    def complete_stats(self, stats: WorkerStats) -> WorkerStats:
+        """`stats` of the engine, with those of the tiers."""
+        return msgspec.structs.replace(
+            stats,
+            tier_queries=self.queried_tokens,
+            tier_hits=self.restored_tokens,
+            tiers=self.reader.stats,
+        )
+
+    def begin(self, seq: Sequence, now_s: float) -> None:
+        """`seq` waits to be prefilled: look for what its cached prefix lacks. It is not ready until that has ended."""
+        keys, arena = seq.attachable_keys(), self.kv.arena_of(seq.kv_class)
+        known = arena.count_cached(keys)
+        if known == len(keys):
+            return
+        running = self._open.get(keys[known])
+        if running is None:
+            self._number += 1
+            wait_s = min(self._compute_s(len(keys) - known), MAX_LOOK_UP_S)
+            running = self._open[keys[known]] = PrefixRestore(
+                self._number, seq.kv_class, list(keys), known, now_s, now_s + wait_s
+            )
+            self.reader.look_up(running)
+        self.queried_tokens += (len(keys) - known) * CHUNK_TOKENS
+        seq.restore = running
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when `tend` has something to do."""
+        self.reader.notify(wake)
+
+    def tend(self, now_s: float) -> float | None:
+        """Go on with what the reader has answered, and let sequences go that have waited for long enough.
+
+        Returns when it has to be called again (clock seconds), or None.
+        """
+        for restore in self.reader.take_answers():
+            if restore.slabs:
+                self._finish(restore, now_s)
+            elif restore.ready or not self._start_reading(restore, now_s):
+                self._end(restore, now_s)
+        for restore in self._open.values():
+            if not restore.ready and now_s >= restore.deadline_s:
+                restore.stopped = restore.ready = True
+                restore.ended_s = now_s
+        return self.deadline_s
+
+    def _size_of(self, kv_class: str) -> int:
+        """Bytes of a chunk of a class; sequences of a worker with one class may name none."""
+        return (
+            self._chunk_bytes[kv_class]
+            if len(self._chunk_bytes) > 1
+            else next(iter(self._chunk_bytes.values()))
+        )
+
+    def _compute_s(self, num_chunks: int) -> float:
+        """For how many seconds chunks would be computed."""
+        return num_chunks * CHUNK_TOKENS / self._prefill_rate.value
+
+    def _start_reading(self, restore: PrefixRestore, now_s: float) -> bool:
+        """Take slabs for the chunks that save time, and have them read. Returns whether there are any."""
+        rates, size = self.reader.rates(), self._size_of(restore.kv_class)
+        arena = self.kv.arena_of(restore.kv_class)
+        count = choose_restore(restore.tiers, size, rates, self._prefill_rate.value)
+        if not count:
+            return False
+        end = restore.known + count
+        held = arena.attach_prefix(restore.key, restore.keys[:end], counted=False)
+        # Others may have computed some of it meanwhile, or the pool may have lost what it had.
+        first = len(held)
+        used = sum(len(one.slabs) for one in self._open.values() if one.kv_class == restore.kv_class)
+        most = min(int(arena.num_slabs * MAX_RESTORE_SHARE) - used, arena.unused)
+        count = max(0, min(end - first, most)) if first >= restore.known else 0
+        if not count:
+            arena.release(restore.key)
+            return False
+        restore.tiers = restore.tiers[first - restore.known :][:count]
+        restore.known, restore.slabs = first, arena.allocate(restore.key, count)
+        self._note_taken(restore.slabs)
+        wait_s = max(2 * predict_restore_s(restore.tiers, size, rates), MIN_WAIT_S)
+        restore.deadline_s = now_s + min(wait_s, self._compute_s(count))
+        self.reader.read_chunks(restore)
+        return True
+
+    def _finish(self, restore: PrefixRestore, now_s: float) -> None:
+        """Nothing writes to the slabs any more: publish the verified chunks, and let go of everything."""
+        arena, end = self.kv.arena_of(restore.kv_class), restore.known + restore.restored
+        slabs = [node.slab for node in arena.shared_nodes(restore.key)] + restore.slabs
+        arena.publish(restore.key, restore.keys[:end], slabs)
+        arena.release(restore.key)
+        self.restored_tokens += restore.restored * CHUNK_TOKENS
+        self._end(restore, now_s)
+
+    def _end(self, restore: PrefixRestore, now_s: float) -> None:
+        """The restore is over."""
+        self._open = {first: one for first, one in self._open.items() if one is not restore}
+        if not restore.ready:
+            restore.ready, restore.ended_s = True, now_s

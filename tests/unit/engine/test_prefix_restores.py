@@ -1,0 +1,232 @@
+"""What is restored of a prompt's prefix, and when a prompt does not wait for it any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from diptych.chunks import CHUNK_TOKENS
+from diptych.request import SamplingParams
+from diptych.stats.tiers import TierStats
+from engine.prefix_restores import PrefixRestore, PrefixRestores, TierRate, choose_restore
+from engine.scheduling.new_token_ratio import MeasuredRate
+from engine.sequence import Sequence
+from engine.sequence_table import first_output_seconds
+from kvcache.allocator import KvAllocator
+from kvcache.prefix_tree import PrefixTree, chunk_keys, root_key
+from kvcache.slab_ledger import SlabLedger
+
+ROOT = root_key("model", "")
+PROMPT = list(range(8 * CHUNK_TOKENS + 5))
+KEYS = chunk_keys(PROMPT, ROOT)
+RATES = {"host": TierRate(0.001, 1e6), "disk": TierRate(0.01, 1e5)}
+
+
+class FakeReader:
+    """Tiers that have some chunks, and answer when they are asked to."""
+
+    def __init__(self, tiers: Mapping[bytes, str]) -> None:
+        self.tiers, self.found, self.read = tiers, list[PrefixRestore](), list[PrefixRestore]()
+        self.answers: list[PrefixRestore] = []
+
+    def look_up(self, restore: PrefixRestore) -> None:
+        self.found.append(restore)
+
+    def read_chunks(self, restore: PrefixRestore) -> None:
+        self.read.append(restore)
+
+    def answer_found(self) -> None:
+        restore = self.found.pop()
+        for key in restore.missing_keys:
+            if key not in self.tiers:
+                break
+            restore.tiers.append(self.tiers[key])
+        self.answers.append(restore)
+
+    def answer_read(self, count: int) -> None:
+        restore = self.read.pop()
+        restore.restored = count
+        self.answers.append(restore)
+
+    def take_answers(self) -> list[PrefixRestore]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def rates(self) -> Mapping[str, TierRate]:
+        return RATES
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        pass
+
+    @property
+    def stats(self) -> dict[str, TierStats]:
+        return {"host": TierStats(chunks=3)}
+
+
+class Bench:
+    def __init__(self, stored: int = 8, num_slabs: int = 64) -> None:
+        self.kv = KvAllocator(SlabLedger(num_slabs), PrefixTree())
+        self.reader = FakeReader(dict.fromkeys(KEYS[:stored], "host"))
+        self.taken: list[int] = []
+        self.restores = PrefixRestores(
+            self.kv, self.reader, {"raw": 1000}, MeasuredRate(6400.0), self.taken.extend
+        )
+
+    def begin(self, name: str = "a", now_s: float = 0.0) -> Sequence:
+        sampling = SamplingParams(max_tokens=4, seed=0)
+        seq = Sequence(name, 0, PROMPT, sampling, math.inf, root=ROOT, arrived_s=now_s)
+        seq.update_keys()
+        self.restores.begin(seq, now_s)
+        return seq
+
+    def deadline_s(self) -> float | None:
+        return self.restores.deadline_s
+
+    def is_busy(self) -> bool:
+        return self.restores.is_busy
+
+    def settled(self) -> bool:
+        self.kv.check_books()
+        return not self.restores.is_busy and self.kv.used == 0
+
+
+def is_ready(seq: Sequence) -> bool:
+    """Whether it waits for nothing: a call, so that types do not take it for a constant."""
+    return seq.ready
+
+
+@pytest.mark.parametrize(
+    ("tiers", "chosen"),
+    [
+        ([], 0),
+        (["host"] * 5, 5),
+        # 1000 bytes from the disk take 0.01 s, as long as computing 64 tokens takes: nothing is gained.
+        (["host", "host", "disk", "disk"], 2),
+        (["disk"] * 8, 0),
+        (["host", "disk", *["host"] * 3], 5),
+    ],
+)
+def test_as_much_is_restored_as_saves_most_time(tiers: list[str], chosen: int) -> None:
+    assert choose_restore(tiers, 1000, RATES, 6400.0) == chosen
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_read() -> None:
+    assert choose_restore(["host"] * 9, 1000, {"host": TierRate(0.0, 99_000.0)}, 6400.0) == 0
+    assert choose_restore(["host"] * 9, 1000, {"host": TierRate(0.0, 101_000.0)}, 6400.0) == 9
+
+
+def test_a_stored_prefix_becomes_a_cached_one_and_nothing_is_held() -> None:
+    bench = Bench()
+    seq = bench.begin()
+    assert not is_ready(seq) and bench.is_busy()
+    bench.reader.answer_found()
+    bench.restores.tend(0.01)
+    assert not is_ready(seq) and bench.kv.used == 8 and len(bench.taken) == 8
+    bench.reader.answer_read(8)
+    bench.restores.tend(0.02)
+    assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 8
+    assert (bench.kv.prefix_queries, bench.kv.prefix_hits) == (0, 0), "no request has attached anything yet"
+    assert (bench.restores.queried_tokens, bench.restores.restored_tokens) == (512, 512)
+    seq.started_s = 0.05
+    assert first_output_seconds(seq, 0.08) == pytest.approx({"restore": 0.02, "queue": 0.03, "prefill": 0.03})
+
+
+def test_only_what_the_pool_lacks_is_asked_for() -> None:
+    bench = Bench(stored=6)
+    slabs = bench.kv.allocate("x#0", 3)
+    bench.kv.publish("x#0", KEYS[:3], slabs)
+    seq = bench.begin()
+    assert bench.reader.found[0].missing_keys == KEYS[3:]
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert bench.reader.read[0].slabs == bench.taken and len(bench.taken) == 3
+    bench.kv.release("x#0")
+    bench.reader.answer_read(3)
+    bench.restores.tend(0.0)
+    assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 6
+
+
+def test_what_could_not_be_verified_never_enters_the_tree() -> None:
+    bench = Bench()
+    seq = bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    bench.reader.answer_read(2)
+    bench.restores.tend(0.0)
+    assert (
+        is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 2 and bench.kv.ledger.free == 62
+    )
+
+
+def test_a_prompt_goes_on_without_a_tier_that_stands_still() -> None:
+    bench = Bench()
+    seq, deadline_s = bench.begin(), bench.deadline_s()
+    assert deadline_s is not None and 0 < deadline_s <= 0.08
+    bench.restores.tend(deadline_s)
+    assert is_ready(seq) and bench.is_busy() and bench.deadline_s() is None
+    bench.reader.answer_found()
+    bench.restores.tend(1.0)
+    assert bench.settled() and not bench.reader.read, "nobody waits for it any more"
+    seq = bench.begin(now_s=2.0)
+    bench.reader.answer_found()
+    bench.restores.tend(2.0)
+    late_s = bench.deadline_s()
+    assert late_s is not None and late_s <= 2.08
+    bench.restores.tend(late_s)
+    assert is_ready(seq) and bench.reader.read[0].stopped and bench.kv.used == 8
+    bench.reader.answer_read(5)
+    bench.restores.tend(9.0)
+    assert bench.settled() and bench.kv.count_cached(KEYS) == 5, "what had come serves others"
+
+
+def test_prompts_with_the_same_prefix_wait_for_one_restore() -> None:
+    bench = Bench()
+    seqs = [bench.begin(name) for name in "abc"]
+    assert len(bench.reader.found) == 1
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    bench.reader.answer_read(8)
+    bench.restores.tend(0.0)
+    assert all(is_ready(seq) for seq in seqs) and bench.settled()
+
+
+def test_a_share_of_the_pool_is_filled_at_most_and_no_slab_in_use_is_taken() -> None:
+    bench = Bench(num_slabs=12)
+    bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert len(bench.reader.read[0].slabs) == 6
+    bench.reader.answer_read(6)
+    bench.restores.tend(0.0)
+    assert bench.kv.evict_cached() == 6 and bench.settled()
+    bench.kv.allocate("x#0", 12)
+    seq = bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert is_ready(seq) and not bench.reader.read and not bench.is_busy()
+    bench.kv.release("x#0")
+
+
+def test_chunks_that_others_computed_meanwhile_are_used_and_not_written_again() -> None:
+    bench = Bench()
+    seq = bench.begin()
+    slabs = bench.kv.allocate("x#0", 2)
+    bench.kv.publish("x#0", KEYS[:2], slabs)
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert bench.reader.read[0].missing_keys == KEYS[2:] and not set(bench.taken) & set(slabs)
+    bench.kv.release("x#0")
+    bench.reader.answer_read(6)
+    bench.restores.tend(0.0)
+    assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 8
+
+
+def test_nothing_is_looked_up_for_a_prefix_that_is_here() -> None:
+    bench = Bench()
+    slabs = bench.kv.allocate("x#0", 8)
+    bench.kv.publish("x#0", KEYS, slabs)
+    bench.kv.release("x#0")
+    seq = bench.begin()
+    assert is_ready(seq) and seq.restore is None and not bench.is_busy()

@@ -1,0 +1,256 @@
+"""The tiers below one worker's pool: host memory that all workers of the host share, and a disk below it.
+
+    released chunks ─▶ host thread: slab ─▶ host tier ─▶ disk thread: host tier ─▶ disk
+    a prefix to read back ─▶ the thread of the tier with its next chunk: file ─▶ slab, verified ─▶ that of the next one
+
+A chunk is copied from its slab without a lock, and counts if the prefix tree has it still afterwards: then nothing
+wrote to the slab meanwhile. No thread of a tier takes slabs or changes their owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from diptych.errors import CorruptChunk
+from diptych.stats.tiers import TierStats
+from engine.prefix_restores import PrefixRestore, TierRate
+from engine.scheduling.new_token_ratio import MeasuredRate
+from kvcache.allocator import KvAllocator
+from kvcache.arenas import KvArenas
+from kvcache.prefix_tree import PrefixNode
+from kvcache.tiers.chunk_store import STORE_ERRORS, ChunkStore, NewChunk
+from kvtransfer.resharding import ShardedPool
+from worker.tiers.tier_thread import TierThread
+
+HOST, DISK = "host", "disk"
+# Chunks that one batch stores. A look-up waits for a batch.
+BATCH_CHUNKS = 4
+# Most chunks that wait to be stored in a tier.
+MAX_WAITING = 1024
+# How fast tiers are read, until it was measured: seconds before the first byte, and bytes per second.
+FIRST_RATES = {HOST: (0.002, 1e9), DISK: (0.004, 2e8)}
+# For how many seconds the size of a tier is not asked for again.
+COUNT_S = 2.0
+# A tier whose rate says that nothing is read from it is read once in so many seconds, to measure it again.
+PROBE_S = 10.0
+
+
+class _Tier:
+    """One store, its thread and its measured rate."""
+
+    def __init__(self, name: str, store: ChunkStore, thread: TierThread[list[PrefixNode]]):
+        self.name, self.store, self.thread = name, store, thread
+        self.delay_s, rate = FIRST_RATES[name]
+        self.rate = MeasuredRate(rate)
+        self.num_stored = self.num_restored = 0
+        # When its rate was last measured, in clock seconds.
+        self._measured_s = float("-inf")
+        self._counted_s, self._count = float("-inf"), (0, 0)
+
+    def stats(self) -> TierStats:
+        """What the worker says of the tier."""
+        chunks, num_bytes = self._count
+        return TierStats(
+            capacity_bytes=self.store.capacity_bytes,
+            used_bytes=num_bytes,
+            chunks=chunks,
+            stored_chunks=self.num_stored,
+            restored_chunks=self.num_restored,
+            dropped_chunks=self.thread.num_dropped,
+            corrupt_chunks=self.store.num_corrupt,
+            failures=self.thread.num_failed,
+            waiting_chunks=self.thread.num_waiting,
+            paused=self.thread.is_paused,
+            read_bytes_per_s=self.rate.value,
+        )
+
+    def add_sample(self, num_bytes: int, begun_s: float, ended_s: float) -> None:
+        """So many bytes were read."""
+        self.rate.add_sample(num_bytes, ended_s - begun_s)
+        self._measured_s = ended_s
+
+    def measure(self, address: bytes, clock: Callable[[], float]) -> None:
+        """Read a chunk for nobody, unless the rate was measured lately: a tier that was slow may be faster now."""
+        if clock() - self._measured_s > PROBE_S:
+            begun_s = self._measured_s = clock()
+            self.add_sample(self.store.read_bytes(address).nbytes, begun_s, clock())
+
+    def count(self, now_s: float) -> None:
+        """Ask the store for its size, unless that was done lately. Called by its thread."""
+        if now_s - self._counted_s > COUNT_S:
+            self._count, self._counted_s = self.store.count(), now_s
+
+
+class WorkerTiers:
+    """The tiers below `pool`, whose books are `kv` (`engine.prefix_restores.TierReader`). It closes its stores.
+
+    `wake` is called from the threads of the tiers when there is something for `take_answers`.
+    """
+
+    def __init__(
+        self,
+        pool: ShardedPool,
+        kv: KvAllocator | KvArenas,
+        host: ChunkStore,
+        disk: ChunkStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool, self._clock = pool, clock
+        self._wake: Callable[[], None] = lambda: None
+        self._answers: queue.SimpleQueue[PrefixRestore] = queue.SimpleQueue()
+        self._host_thread = TierThread[list[PrefixNode]](HOST, self._store_nodes, MAX_WAITING, clock)
+        self._tiers = {HOST: _Tier(HOST, host, self._host_thread)}
+        self._disk_thread: TierThread[list[PrefixNode]] | None = None
+        if disk is not None:
+            self._disk_thread = TierThread[list[PrefixNode]](DISK, self._copy_down, MAX_WAITING, clock)
+            self._tiers[DISK] = _Tier(DISK, disk, self._disk_thread)
+        arenas = kv.arenas.values() if isinstance(kv, KvArenas) else (kv,)
+        self._trees = [arena.tree for arena in arenas if arena.tree is not None]
+
+    def open(self) -> None:
+        """Start the threads, and store what sequences release from now on."""
+        for tier in self._tiers.values():
+            tier.thread.open()
+        for tree in self._trees:
+            tree.on_released = self._on_released
+
+    def notify(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from another thread, when there are answers."""
+        self._wake = wake
+
+    def close(self) -> None:
+        """End the threads and close the stores. Idempotent."""
+        for tree in self._trees:
+            tree.on_released = None
+        for tier in self._tiers.values():
+            tier.thread.close()
+        for tier in self._tiers.values():
+            if not tier.thread.is_alive:
+                tier.store.close()
+
+    @property
+    def stats(self) -> dict[str, TierStats]:
+        """What the worker says of its tiers, the fastest first."""
+        return {name: tier.stats() for name, tier in self._tiers.items()}
+
+    # ---- storing
+
+    def _on_released(self, nodes: list[PrefixNode]) -> None:
+        """Store chunks that nobody holds now, the deepest first. Called by the engine's thread."""
+        for start in range(0, len(nodes), BATCH_CHUNKS):
+            self._host_thread.add_batch(nodes[start : start + BATCH_CHUNKS])
+
+    def _store_nodes(self, nodes: list[PrefixNode]) -> None:
+        """Store chunks of the prefix tree in the host tier."""
+        tier = self._tiers[HOST]
+        present = [node for node in nodes if not node.evicted]
+        chunks = [
+            NewChunk(node.key, node.depth, self._pool.chunk_views(node.slab), partial(_is_intact, node))
+            for node in present
+        ]
+        if chunks:
+            tier.num_stored += len(tier.store.store(chunks))
+            tier.count(self._clock())
+            if self._disk_thread is not None:
+                self._disk_thread.add_batch(present)
+
+    def _copy_down(self, nodes: list[PrefixNode]) -> None:
+        """Copy chunks from the host tier to the disk, unless they are there. Either way they count as used."""
+        host, disk = self._tiers[HOST].store, self._tiers[DISK]
+        known = disk.store.find([node.key for node in nodes])
+        if known:
+            disk.store.touch(sorted(known))
+        for node in nodes:
+            if node.key not in known:
+                try:
+                    view = host.read_bytes(node.key)
+                except (KeyError, CorruptChunk):
+                    continue
+                disk.num_stored += len(disk.store.store([NewChunk(node.key, node.depth, [view])]))
+        disk.count(self._clock())
+
+    # ---- reading back
+
+    def rates(self) -> Mapping[str, TierRate]:
+        """How fast each tier is read now."""
+        return {name: TierRate(tier.delay_s, tier.rate.value) for name, tier in self._tiers.items()}
+
+    def take_answers(self) -> list[PrefixRestore]:
+        """The restores whose look-up or reading has ended since the last call."""
+        answers = []
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        return answers
+
+    def look_up(self, restore: PrefixRestore) -> None:
+        """Set `tiers` of `restore`: those of its leading missing chunks that are stored."""
+        if self._host_thread.is_stuck:
+            return self._answer(restore)
+        self._host_thread.ask(partial(self._find, HOST, restore, {}))
+
+    def _find(self, name: str, restore: PrefixRestore, found: dict[bytes, str]) -> None:
+        """Look for the missing chunks in one tier, then in the one below."""
+        tier, keys = self._tiers[name], restore.missing_keys
+        try:
+            for address in tier.store.find([key for key in keys if key not in found]):
+                found[address] = name
+        except STORE_ERRORS as error:
+            tier.thread.note_failure(error)
+        disk = self._disk_thread
+        if (
+            name == HOST
+            and disk is not None
+            and len(found) < len(keys)
+            and not (disk.is_stuck or restore.ready)
+        ):
+            return disk.ask(partial(self._find, DISK, restore, found))
+        for key in keys:
+            if key not in found:
+                break
+            restore.tiers.append(found[key])
+        self._answer(restore)
+        if name in restore.tiers and (name == DISK or restore.ready):
+            with contextlib.suppress(KeyError, CorruptChunk):
+                tier.measure(keys[restore.tiers.index(name)], self._clock)
+
+    def read_chunks(self, restore: PrefixRestore) -> None:
+        """Fill the slabs of `restore`, in order, until one fails or it is stopped."""
+        tier = self._tiers[restore.tiers[restore.restored]]
+        tier.thread.ask(partial(self._read_run, tier, restore))
+
+    def _read_run(self, tier: _Tier, restore: PrefixRestore) -> None:
+        """Read the next chunks that are in this tier; another one goes on behind them."""
+        begun_s, first = self._clock(), restore.restored
+        try:
+            while (at := restore.restored) < len(restore.slabs) and restore.tiers[at] == tier.name:
+                if restore.stopped:
+                    break
+                tier.store.read(restore.missing_keys[at], self._pool.chunk_views(restore.slabs[at]))
+                restore.restored += 1
+            tier.store.touch(restore.missing_keys[first : restore.restored])
+        except (KeyError, CorruptChunk):
+            restore.stopped = True
+        except STORE_ERRORS as error:
+            restore.stopped = True
+            tier.thread.note_failure(error)
+        count = restore.restored - first
+        if count:
+            num_bytes = sum(view.nbytes for view in self._pool.chunk_views(restore.slabs[0]))
+            tier.add_sample(count * num_bytes, begun_s, self._clock())
+        tier.num_restored += count
+        if restore.stopped or restore.restored == len(restore.slabs):
+            return self._answer(restore)
+        self.read_chunks(restore)
+
+    def _answer(self, restore: PrefixRestore) -> None:
+        self._answers.put(restore)
+        self._wake()
+
+
+def _is_intact(node: PrefixNode) -> bool:
+    """Whether the slab of a chunk has held that chunk until now."""
+    return not node.evicted

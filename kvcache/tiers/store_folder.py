@@ -62,6 +62,27 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def check_unused(folder: Path) -> None:
+    """Raises ConfigError if a deployment uses the folder."""
+    try:
+        fd = os.open(folder / DEPLOYMENT_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        if not _is_unused(fd):
+            raise _in_use_error(folder)
+    finally:
+        os.close(fd)
+
+
+def _in_use_error(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"another deployment uses the folder {folder}",
+        "a folder for KV belongs to one deployment at a time",
+        "name another folder, or stop the other deployment",
+    )
+
+
 @contextlib.contextmanager
 def _hold_lock(folder: Path, flags: int = 0) -> Iterator[int]:
     """Hold the folder's lock alone. Raises BlockingIOError with LOCK_NB, and FileNotFoundError without the folder."""
@@ -108,11 +129,7 @@ class FolderClaim:
         except BlockingIOError:
             if os.pread(fd, 256, 0).decode(errors="replace") != deployment:
                 os.close(fd)
-                raise ConfigError(
-                    f"another deployment uses the folder {self.folder}",
-                    "a folder for KV belongs to one deployment at a time",
-                    "name another folder, or stop the other deployment",
-                ) from None
+                raise _in_use_error(self.folder) from None
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
@@ -166,10 +183,12 @@ def _is_unused(deployment_fd: int) -> bool:
     return True
 
 
-def remove_leftovers(base: Path, prefix: str) -> int:
-    """Remove the folders `prefix`* of this user in `base` that no process uses; returns how many."""
+def remove_leftovers(base: Path, prefix: str, keep: str = "") -> int:
+    """Remove the folders `prefix`* of this user in `base` that no process uses, but for `keep`; returns how many."""
     removed = 0
     for folder in base.glob(f"{prefix}*"):
+        if folder.name == keep:
+            continue
         with contextlib.suppress(OSError):
             state = os.lstat(folder)
             if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():

@@ -35,8 +35,10 @@ def build_tiers(
     largest = max(arena.layout.chunk_bytes for arena in pool.arenas)
     name = deployment_id(transfer_key)
     check_chunk_fits("--kv-host-bytes", spec.kv_host_bytes, largest)
-    remove_leftovers(HOST_BASE, HOST_PREFIX)
-    host = _open_store(HOST_BASE / f"{HOST_PREFIX}{name}", spec.kv_host_bytes, name, removes=True)
+    folder = HOST_BASE / f"{HOST_PREFIX}{name}"
+    # A worker that died alone finds what it had stored.
+    remove_leftovers(HOST_BASE, HOST_PREFIX, keep=folder.name)
+    host = _open_store(folder, spec.kv_host_bytes, name, removes=True)
     disk = None
     if spec.kv_disk_bytes:
         try:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 # For how long nothing is stored after a failure, in seconds.
 PAUSE_S = 10.0
 # A thread that has not come back for this many seconds is not asked: its tier stands still, or is slow.
-STUCK_S = 0.01
+STUCK_S = 0.1
 # For how long a thread may go on when it is closed, in seconds; one whose disk stands still is left behind.
 CLOSE_S = 2.0
 

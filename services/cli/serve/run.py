@@ -15,6 +15,7 @@ from diptych.config.load import LoadedConfig
 from diptych.config.options import Config
 from diptych.errors import ConfigError, DiptychError
 from diptych.logs.log_files import open_log
+from kvcache.tiers.store_folder import check_unused
 from planner.placement.plan_file import PlanFile
 from services.cli.serve.launch import ServeRun
 from services.cli.serve.progress import StartProgress
@@ -30,6 +31,8 @@ def run_serve(loaded: LoadedConfig, plan: PlanFile | None, folder: Path) -> int:
     logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
     view = StartProgress(Console(file=sys.stdout), sum(config.pools))
     try:
+        if config.kv_disk_folder is not None:
+            check_unused(config.kv_disk_folder)
         # Ray writes its processes' messages to standard output. They belong into the logs.
         with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):
             return asyncio.run(_choose_run(config)(loaded, plan, folder, logs, view).run_until_stopped())

@@ -76,7 +76,7 @@ def test_prompts_that_evict_share_what_was_there_before(tmp_path: Path) -> None:
     tiered.close()
 
 
-def test_a_turn_goes_on_behind_the_answer_before(tmp_path: Path) -> None:
+def test_a_chat_goes_on_behind_the_answer_before(tmp_path: Path) -> None:
     tiered = TieredEngine("raw", tmp_path)
     prompt = prompt_of(1, 250)
     tokens, _, _ = tiered.answer(prompt)

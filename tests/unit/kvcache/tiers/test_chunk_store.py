@@ -14,7 +14,7 @@ import pytest
 from diptych.errors import ConfigError, CorruptChunk
 from kvcache.tiers.chunk_index import INDEX_VERSION
 from kvcache.tiers.chunk_store import ChunkStore, NewChunk
-from kvcache.tiers.store_folder import INDEX_FILE, remove_leftovers
+from kvcache.tiers.store_folder import INDEX_FILE, check_unused, remove_leftovers
 from tests.unit.kvcache.tiers.stored_chunks import (
     address_of,
     bytes_in,
@@ -218,9 +218,15 @@ def test_a_folder_is_private_and_of_one_deployment(tmp_path: Path) -> None:
         open_store(tmp_path / "kv", deployment="b")
     store.store([new_chunk(0)])
     store.close()
-    with pytest.raises(ConfigError, match="another deployment"):
-        open_store(tmp_path / "kv", deployment="b")
+    for refuse in (
+        lambda: open_store(tmp_path / "kv", deployment="b"),
+        lambda: check_unused(tmp_path / "kv"),
+    ):
+        with pytest.raises(ConfigError, match="another deployment"):
+            refuse()
     second.close()
+    check_unused(tmp_path / "kv")
+    check_unused(tmp_path / "absent")
     next_deployment = open_store(tmp_path / "kv", deployment="b")
     assert read_number(next_deployment, 0) == content_of(0)
     next_deployment.close()
@@ -252,6 +258,7 @@ def test_the_last_one_takes_the_folder_away_and_leftovers_go(tmp_path: Path) -> 
     assert not (tmp_path / "kv-a").exists()
     open_store(tmp_path / "kv-b").close()
     (tmp_path / "other").mkdir()
+    assert remove_leftovers(tmp_path, "kv-", keep="kv-b") == 0
     assert remove_leftovers(tmp_path, "kv-") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 

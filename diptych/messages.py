@@ -17,7 +17,7 @@ import msgspec
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import CONTINUED, SamplingParams, Tenancy
-from diptych.stats.tiers import TierStats
+from diptych.stats.tiers import WORKER_COUNTERS, TierStats
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
 SILENCE_S = 10.0
@@ -243,11 +243,6 @@ class Hello(ChannelMessage, frozen=True):
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.
 STEP_SIZE_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# The fields of `WorkerStats` that are numbers and only grow.
-_COUNTERS = (
-    *("steps", "step_seconds", "step_tokens", "prefix_queries", "prefix_hits", "seat_pauses"),
-    *("bulk_units", "bulk_seconds", "bulk_tokens", "bulk_preemptions", "tier_queries", "tier_hits"),
-)
 
 
 class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
@@ -319,7 +314,7 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
         """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""
         if not (then.steps or then.prefix_queries or then.bulk_units):
             return self
-        counts = {name: getattr(self, name) - getattr(then, name) for name in _COUNTERS}
+        counts = {name: getattr(self, name) - getattr(then, name) for name in WORKER_COUNTERS}
         return msgspec.structs.replace(
             self,
             preemptions={kind: n - then.preemptions.get(kind, 0) for kind, n in self.preemptions.items()},

@@ -47,6 +47,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 WORKER_COMMANDS, GATEWAY_COMMANDS = ("serve", "worker"), ("serve", "gateway")
 PART_COMMANDS = ("worker", "gateway")
+TIER = Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)
 
 Count = Annotated[int, whole_number()]
 PositiveCount = Annotated[int, whole_number(1)]
@@ -222,15 +223,9 @@ class Config(BaseSettings):
     kv_cache_memory_bytes: Annotated[
         ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="by model and memory")
     ] = Field(default=None, description="KV pool of each worker, e.g. 2GiB")
-    kv_host_bytes: Annotated[ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)] = (
-        Field(default=None, description="Memory of each host for KV that left the pools, e.g. 4GiB")
-    )
-    kv_disk_bytes: Annotated[ByteSize | None, Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)] = (
-        Field(default=None, description="Disk of each host for the same KV, in --kv-disk-folder")
-    )
-    kv_disk_folder: Annotated[FolderPath | None, Listing(ENGINE, WORKER_COMMANDS, rare=True)] = Field(
-        default=None, description="Folder for --kv-disk-bytes, kept between starts"
-    )
+    kv_host_bytes: Annotated[ByteSize | None, TIER] = Field(default=None, description="KV in memory per host")
+    kv_disk_bytes: Annotated[ByteSize | None, TIER] = Field(default=None, description="KV on disk per host")
+    kv_disk_folder: Annotated[FolderPath | None, TIER] = Field(default=None, description="Where that disk is")
     gpu_memory_utilization: Annotated[
         Annotated[float, share(with_one=True)], Listing(ENGINE, WORKER_COMMANDS, rare=True)
     ] = Field(default=DEFAULT_UTILIZATION, description="Share of a GPU that its workers take together")

@@ -38,6 +38,8 @@ from router.routing.policy import (
     choose_decode,
     choose_pair,
     local_prefill_pairs,
+    tiers_bytes,
+    tiers_name,
     transfer_s,
     workers_of_pair,
 )
@@ -298,6 +300,8 @@ class PairSelector:
         ):
             size, name = pool_size(worker_state.hello, kv_class), decided_class(worker_state.hello, kv_class)
             self.index.record_sent(worker, chunks, size.num_slabs, name)
+            if tiers := tiers_name(worker_state):
+                self.index.record_sent(tiers, chunks, tiers_bytes(worker_state) // size.chunk_bytes, name)
 
     def remember_answer(self, state: RequestState) -> None:
         """Record the answer's length, and that its decode worker has prompt and answer cached, for follow-up

@@ -41,6 +41,8 @@ from router.routing.prefix_index import ChunkNames, PrefixIndex
 DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 2e-2
 # A worker's own speed counts as at most this factor faster or slower than the average of its role.
 MAX_SPEED_RATIO = 2.0
+# The part of the time to compute a token that is saved if it is read back from a tier below the pool.
+RESTORED_SHARE = 0.85
 # A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
 # the share AFFINITY_PART of the least busy worker's requests. With a part of the prefix it is proportionally less.
 AFFINITY, AFFINITY_PART = 2.0, 0.25
@@ -108,6 +110,16 @@ class AnswerLengths:
         return min(max_tokens, round(self._mean_tokens))
 
 
+def tiers_name(worker_state: WorkerState) -> str:
+    """The name by which `PrefixIndex` knows what a worker's host stores below the pools; empty without tiers."""
+    return f"tiers of {worker_state.hello.host}" if worker_state.stats.tiers else ""
+
+
+def tiers_bytes(worker_state: WorkerState) -> int:
+    """Bytes of KV that a worker's host stores below the pools at most: what a disk has is in memory first."""
+    return max((tier.capacity_bytes for tier in worker_state.stats.tiers.values()), default=0)
+
+
 # Find the pairs for a request without any requirements, and for one that is pooled.
 ANY_REQUEST, ANY_POOLED = RoutingNeed(0, 0), RoutingNeed(0, 0, pools=True)
 
@@ -132,13 +144,23 @@ class RoutingView:
     only_pools: bool = False
 
     def shared_tokens(self, worker: str, need: RoutingNeed) -> int:
-        """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed."""
+        """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed.
+
+        Where prompts are prefilled, tokens that the worker's host stores below the pools count by what they save.
+        """
         if not need.chunks:
             return 0
-        hello, chunks = self.fleet.workers[worker].hello, need.chunks
+        worker_state, chunks = self.fleet.workers[worker], need.chunks
+        hello = worker_state.hello
         if need.whole_tokens is not None and hello.role == "decode":
             chunks = chunks[: need.whole_tokens // CHUNK_TOKENS]
-        known = CHUNK_TOKENS * self.index.count_shared(worker, chunks, decided_class(hello, need.kv_class))
+        kv_class = decided_class(hello, need.kv_class)
+        shared = self.index.count_shared(worker, chunks, kv_class)
+        known = CHUNK_TOKENS * shared
+        tiers = tiers_name(worker_state)
+        if tiers and (hello.role == "prefill" or not self.split):
+            stored = self.index.count_shared(tiers, chunks, kv_class)
+            known += int(CHUNK_TOKENS * RESTORED_SHARE * max(0, stored - shared))
         return min(known, max(0, need.prompt_tokens - 1))
 
     def eligible_workers(self, role: str, need: RoutingNeed) -> list[WorkerState]:

@@ -94,7 +94,8 @@ def pooling(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PoolingGateway]:
     name = str(request.param)
-    folder = make_folder(tmp_path_factory.mktemp(name))
+    # Long enough for the instruction that stands before each pair.
+    folder = make_folder(tmp_path_factory.mktemp(name), 2048)
     with scripted(folder, pooling=POOLINGS[name]) as running:
         yield PoolingGateway(name, running)
 
@@ -118,6 +119,14 @@ def described(gateway: Running) -> dict[str, Any]:
         fields |= {field: known for field, known in KNOWN.items() if field in fields}
         for field in REFUSED & fields.keys():
             del fields[field]
+    for name in ("EmbeddingRequest", "RerankRequest", "ScoreRequest"):
+        schema["components"]["schemas"][name]["properties"]["model"] = KNOWN["model"]
+    # Of its two pairs of fields one, which a schema cannot say.
+    score = schema["components"]["schemas"]["ScoreRequest"]
+    for field in ("queries", "documents"):
+        del score["properties"][field]
+    score["properties"] |= dict.fromkeys(("text_1", "text_2"), KNOWN["stop"])
+    score["required"] = ["text_1", "text_2"]
     # Here it names a stored template.
     del schema["components"]["schemas"]["ResponsesRequest"]["properties"]["prompt"]
     fields = schema["components"]["schemas"]["BatchRequest"]["properties"]

@@ -29,6 +29,7 @@ from services.host.ports import claim_port
 from services.host.supervision.supervisor import Supervisor
 from tests.faults.toy_model import CONTEXT, make_folder, toy_layout
 from tests.support.waiting import wait_for
+from tests.support.warm_process import WarmSupervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
@@ -211,7 +212,7 @@ class FaultDeployment:
         environ = os.environ | {"DIPTYCH_TOY": json.dumps(toy), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", module]
         log = self.folder / "logs" / f"{name}.log"
-        return Supervisor(name, command, msgspec.json.encode(spec), log, environ)
+        return WarmSupervisor(name, command, msgspec.json.encode(spec), log, environ)
 
     def start(self) -> None:
         """Start everything; returns when a request can go every way.

@@ -40,6 +40,7 @@ from services.host.supervision.supervisor import Supervisor
 from services.host.vllm.interpreter import worker_command, worker_environment
 from tests.support import waiting
 from tests.support.terminal import PATIENCE_S, Terminal, clean_environ
+from tests.support.warm_process import WarmSupervisor
 
 T = TypeVar("T")
 GRACE_S = 2.0  # of workers that are to end
@@ -166,17 +167,19 @@ def serve(*arguments: str) -> Iterator[Launched]:
 
 
 @contextmanager
-def serve_parts(*arguments: str, worker_module: str = "") -> Iterator[Served]:
+def serve_parts(*arguments: str, worker_module: str = "", fresh: bool = False) -> Iterator[Served]:
     """Gateway and workers of `diptych serve ARGUMENTS`, without Ray, until the block ends; nothing may be left.
 
-    Requests wait as with `serve`. Workers run `worker_module` instead of the product's, if it is given.
+    Requests wait as with `serve`. Workers run `worker_module` instead of the product's, if it is given. With `fresh`
+    all parts are started as the product starts them, for tests that look at a process from outside.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as name:
         what = plan_deployment((*PATIENT, *arguments), Path(name))
         make_keys(what.gateway.keys_dir)
-        parts = [make_part("gateway", what.gateway_module, what.gateway, what)]
+        kind = Supervisor if fresh else WarmSupervisor
+        parts = [make_part("gateway", what.gateway_module, what.gateway, what, kind=kind)]
         module = worker_module or what.worker_module
-        parts += [make_part(spec.worker, module, spec, what) for spec in what.workers]
+        parts += [make_part(spec.worker, module, spec, what, kind=kind) for spec in what.workers]
         started: list[psutil.Process] = []
         try:
             for part in parts:
@@ -228,15 +231,18 @@ def plan_deployment(arguments: Sequence[str], folder: Path) -> DeploymentSpec:
 
 
 def make_part(
-    name: str, module: str, spec: WorkerSpec | GatewaySpec, what: DeploymentSpec, steady_s: float = 30.0
+    name: str,
+    module: str,
+    spec: WorkerSpec | GatewaySpec,
+    what: DeploymentSpec,
+    steady_s: float = 30.0,
+    kind: type[Supervisor] = WarmSupervisor,
 ) -> Supervisor:
     command, environ = [sys.executable, "-m", module], child_environment(1, clean_environ())
     if isinstance(spec, WorkerSpec):
         command, environ = worker_command(spec, module), worker_environment(spec, clean_environ())
     environ = ucx_on_loopback(environ)
-    return Supervisor(
-        name, command, msgspec.json.encode(spec), what.log_path(name), environ, steady_s=steady_s
-    )
+    return kind(name, command, msgspec.json.encode(spec), what.log_path(name), environ, steady_s=steady_s)
 
 
 def wait_part_ready(part: Supervisor) -> None:

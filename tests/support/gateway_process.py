@@ -21,6 +21,7 @@ from services.host.ports import claim_port
 from tests.support.fake_workers import Puppet
 from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
+from tests.support.warm_process import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0  # far beyond what anything takes
@@ -58,7 +59,7 @@ def printed_lines(out: IO[bytes]) -> list[Any]:
 def start(spec: GatewaySpec, log: Path | None = None) -> subprocess.Popen[bytes]:
     """The process; what it logs goes to the file `log`."""
     with open(log or os.devnull, "ab") as stderr:
-        process = subprocess.Popen(
+        process = WarmProcess(
             [sys.executable, "-m", "services.gateway"],
             cwd=ROOT,
             stdin=subprocess.PIPE,

@@ -55,7 +55,7 @@ def served(collector: Collector, written: Path) -> Iterator[Served]:
     with serve_parts(
         "--api-key-file", str(keys), "--admin-key", ADMIN, "--metrics-key", FIGURES, "--log-format", "json",
         "--log-level", "debug", "--request-log", str(written / "requests.jsonl"), "--step-log", str(written / "steps"),
-        "--otlp-traces-endpoint", collector.url,
+        "--otlp-traces-endpoint", collector.url, fresh=True,
     ) as deployment:  # fmt: skip
         yield deployment
 

@@ -43,6 +43,7 @@ from diptych.messages import (
 )
 from diptych.request import SamplingParams
 from diptych.specs import WorkerSpec
+from tests.support.warm_process import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # far beyond what anything takes, compiling all kernels included
@@ -206,7 +207,7 @@ class Driver:
     def start(self, worker: str, **changes: Any) -> Member:
         """Start a worker process; `changes` are fields of its specification."""
         spec = self.spec(worker, **changes)
-        process = subprocess.Popen(
+        process = WarmProcess(
             [sys.executable, "-m", "services.worker"],
             cwd=ROOT,
             stdin=subprocess.PIPE,

@@ -222,13 +222,17 @@ class Supervisor:
             with self._changed:
                 if self._stopping.is_set():
                     return 0
-                # The child gets a session of its own: Ctrl-C in the terminal must reach `diptych serve` alone, which
-                # then ends all parts in order.
-                self._child = child = subprocess.Popen(
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                    env=self._environ, start_new_session=True,
-                )  # fmt: skip
+                self._child = child = self._start_process(log)
             return self._attend_child(child, log)
+
+    def _start_process(self, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        """Start the child's process, whose standard error is `log`."""
+        # It gets a session of its own: Ctrl-C in the terminal must reach `diptych serve` alone, which then ends all
+        # parts in order.
+        return subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            env=self._environ, start_new_session=True,
+        )  # fmt: skip
 
     def _attend_child(self, child: subprocess.Popen[bytes], log: IO[bytes] | None) -> int:
         """Write the specification to a child, and read its messages until it ends; return its exit code.

@@ -26,6 +26,7 @@ from kvtransfer.layer_progress import ENTRY_BYTES, LayerProgress
 from kvtransfer.resharding import ShardedPool
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports.links import open_sources
+from tests.support.warm_process import WarmProcess
 
 KEY = b"a key for tests, long enough"
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
@@ -196,7 +197,9 @@ class RemoteSource:
         self.layout = layout
         args = [sys.executable, "-m", "tests.engine.transport.transport_source", transport]
         args += [*map(str, (num_slabs, *split)), layout.codec]
-        self.process = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process: subprocess.Popen[str] = WarmProcess(
+            args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         hello = self._answer()
         self.endpoints = {name: bytes.fromhex(raw) for name, raw in hello["endpoints"].items()}
         self.incarnation, self.pid = hello["incarnation"], hello["pid"]

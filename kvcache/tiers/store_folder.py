@@ -24,7 +24,8 @@ from diptych.errors import ConfigError
 
 INDEX_FILE, LOCK_FILE, DEPLOYMENT_FILE = "index.sqlite3", "lock", "deployment"
 CHUNKS, PARTIAL, OWNERS = "chunks", "partial", "owners"
-PARTS = frozenset({LOCK_FILE, DEPLOYMENT_FILE, CHUNKS, PARTIAL, OWNERS})
+FOLDERS = frozenset({CHUNKS, PARTIAL, OWNERS})
+PARTS = FOLDERS | {LOCK_FILE, DEPLOYMENT_FILE}
 # After this many seconds a folder that nobody has claimed is no longer one that is just being made.
 UNCLAIMED_S = 60.0
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -42,24 +43,49 @@ def check_folder(folder: Path) -> None:
         ) from None
     if not stat.S_ISDIR(state.st_mode):
         raise ConfigError(f"{folder} is no folder", "KV is stored in a folder", "name another one")
-    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
-        raise ConfigError(
-            f"others can read or write the folder {folder}",
-            f"it belongs to user {state.st_uid}, with mode {stat.S_IMODE(state.st_mode):o}; KV tells what prompts say",
-            f"chmod 700 {folder}, as its owner, or name another one",
-        )
+    _check_private(folder, state)
     try:
-        others = [
-            name for name in os.listdir(folder) if name not in PARTS and not name.startswith(INDEX_FILE)
-        ]
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be read", str(error), "name another one") from None
-    if others:
+    for name in names:
+        _check_part(folder, name)
+
+
+def _check_private(path: Path, state: os.stat_result) -> None:
+    """Raises ConfigError if a folder or file is another user's, or others can use it."""
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        kind, mode = ("folder", "700") if stat.S_ISDIR(state.st_mode) else ("file", "600")
+        raise ConfigError(
+            f"others can read or write the {kind} {path}",
+            f"it belongs to user {state.st_uid}, with mode {stat.S_IMODE(state.st_mode):o}; KV tells what prompts say",
+            f"chmod {mode} {path}, as its owner, or name another one",
+        )
+
+
+def _check_part(folder: Path, name: str) -> None:
+    """Raises ConfigError if what is in the folder under this name is no part of a store, or is somewhere else."""
+    if name not in PARTS and not name.startswith(INDEX_FILE):
         raise ConfigError(
             f"the folder {folder} holds other things than KV",
-            f"for example {sorted(others)[0]!r}",
+            f"for example {name!r}",
             "name an empty folder, or one that is not there",
         )
+    try:
+        state = os.lstat(folder / name)
+    except FileNotFoundError:
+        # Another process of the deployment has just removed it.
+        return
+    is_folder = name in FOLDERS
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(state.st_mode):
+        raise ConfigError(
+            f"{folder / name} is no {'folder' if is_folder else 'file'}",
+            "what a link leads to is not part of the store, and would be removed with it",
+            f"remove {folder / name}, or name another folder",
+        )
+    _check_private(folder / name, state)
 
 
 def check_unused(folder: Path) -> None:
@@ -119,7 +145,7 @@ class FolderClaim:
 
     def _enter(self, deployment: str) -> int:
         """Open the file that says who uses the folder, with a shared lock on it."""
-        for name in (CHUNKS, PARTIAL, OWNERS):
+        for name in sorted(FOLDERS):
             (self.folder / name).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.folder / DEPLOYMENT_FILE, _OPEN, 0o600)
         try:

@@ -249,6 +249,32 @@ def test_folders_that_are_no_stores_are_refused(tmp_path: Path, kind: str) -> No
     assert refused.value.fix and len(refused.value.lines()) <= 6
 
 
+@pytest.mark.parametrize("part", ["chunks", "partial", "owners", "deployment", "lock", INDEX_FILE])
+@pytest.mark.parametrize("kind", ["link", "open", "other kind"])
+def test_folders_whose_parts_are_elsewhere_or_open_are_refused(tmp_path: Path, part: str, kind: str) -> None:
+    folder, theirs = tmp_path / "kv", tmp_path / "theirs"
+    open_store(folder).close()
+    there = folder / part
+    if kind == "open":
+        there.chmod(0o755 if there.is_dir() else 0o640)
+    elif kind == "link":
+        there.rename(theirs)
+        there.symlink_to(theirs)
+    elif there.is_dir():
+        there.rmdir()
+        there.touch(0o600)
+    else:
+        there.unlink()
+        there.mkdir(0o700)
+    if theirs.is_dir():
+        (theirs / "thesis.tex").write_text("mine")
+        (folder / INDEX_FILE).unlink()
+    with pytest.raises(ConfigError) as refused:
+        open_store(folder)
+    assert str(there) in refused.value.what and len(refused.value.lines()) <= 6
+    assert not theirs.is_dir() or (theirs / "thesis.tex").read_text() == "mine"
+
+
 def test_the_last_one_takes_the_folder_away_and_leftovers_go(tmp_path: Path) -> None:
     first, second = (open_store(tmp_path / "kv-a", removes=True) for _ in range(2))
     first.close()

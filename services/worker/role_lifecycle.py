@@ -346,8 +346,8 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         log_file=life.spec.log_file,
         block_tokens=_count_block_tokens(parts),
         traits=TRAITS if parts.roles is None else parts.roles.traits,
-        # vLLM's workers do not pool for us.
         prefill_slice_ms=_find_slice_ms(life),
+        # vLLM's workers do not pool for us.
         pools=parts.roles is None and bool(getattr(getattr(parts.engine, "runner", None), "can_pool", False)),
     )
 

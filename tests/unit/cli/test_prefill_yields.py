@@ -14,7 +14,7 @@ REPLANNED = {"replan": True, "slo_ttft_ms": "500", "slo_tpot_ms": "50", "replan_
 
 
 def find_slice_ms(command: str = "serve", /, **given: object) -> float:
-    return prefill_slice_ms(load_config(command, given, {}).config)
+    return prefill_slice_ms(load_config(command, {"prefill_yields": "auto", **given}, {}).config)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,11 @@ def test_prompts_yield_where_workers_and_gateway_share_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert find_slice_ms(**given) == slice_ms
+
+
+def test_prompts_do_not_yield_unless_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert prefill_slice_ms(load_config("serve", {}, {}).config) == 0
 
 
 def test_a_worker_by_itself_yields_to_the_workers_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def _llguidance_source(grammar: Grammar) -> str:
         return _json_grammar(_parse_schema(text))
     if grammar.kind == "tools":
         tool_grammar = read_tool_grammar(text)
-        _check_schemas([tool.schema for tool in tool_grammar.tools], text)
+        content = [] if tool_grammar.content is None else [tool_grammar.content]
+        _check_schemas([*content, *(tool.schema for tool in tool_grammar.tools)], text)
         return str(LLMatcher.grammar_from_lark(write_lark(tool_grammar, WHITESPACE)))
     if grammar.kind == "regex":
         _check_copies(_expanded_size(text))

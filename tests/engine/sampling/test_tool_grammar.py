@@ -181,6 +181,15 @@ def test_counted_repeats_of_all_tools_are_bounded_together() -> None:
         check_grammar(grammar, build_tokenizer(tokenizer.backend, tokenizer.end_ids))
 
 
+@pytest.mark.parametrize("tools", [(), FORMS], ids=["text", "text-or-calls"])
+def test_counted_repeats_of_a_text_are_bounded(tools: tuple[ToolForm, ...]) -> None:
+    tokenizer, markup = load_family("openai")
+    content = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a{1000}){1000}"}}}
+    grammar = as_grammar(syntax=choose_syntax(markup), tools=tools, content=content)
+    with pytest.raises(GrammarError, match="repeats"):
+        check_grammar(grammar, build_tokenizer(tokenizer.backend, tokenizer.end_ids))
+
+
 def test_markup_joins_literals_and_quotes_them() -> None:
     assert write_markup(("a", '"\n', 5, "b", 6, 7)) == '"a\\"\\n" <[5]> "b" <[6]> <[7]>'
     assert write_markup(()) == ""

@@ -31,7 +31,8 @@ def run_serve(loaded: LoadedConfig, plan: PlanFile | None, folder: Path) -> int:
     logs = config.log_dir.absolute() if config.log_dir else folder / "logs"
     view = StartProgress(Console(file=sys.stdout), sum(config.pools))
     try:
-        if config.kv_disk_folder is not None:
+        # Workers in a cluster may be those of the last start, which are adopted, and each looks at its own disk.
+        if config.kv_disk_folder is not None and config.ray_address is None:
             check_unused(config.kv_disk_folder)
         # Ray writes its processes' messages to standard output. They belong into the logs.
         with _open_ray_log(logs) as ray_log, contextlib.redirect_stdout(ray_log):

@@ -90,15 +90,30 @@ def _check_part(folder: Path, name: str) -> None:
 
 def check_unused(folder: Path) -> None:
     """Raises ConfigError if a deployment uses the folder."""
+    if is_used(folder):
+        raise _in_use_error(folder)
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a process uses the folder, or is about to claim or leave it. Never waits."""
     try:
         fd = os.open(folder / DEPLOYMENT_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return
+        return False
     try:
-        if not _is_unused(fd):
-            raise _in_use_error(folder)
+        with _hold_lock(folder, fcntl.LOCK_NB):
+            return not _is_unused(fd)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
     finally:
         os.close(fd)
+
+
+def using_processes(folder: Path) -> list[int]:
+    """The ids of the processes that use the folder, and of those that died in it. Raises OSError, ValueError."""
+    return [int(name.partition("-")[0]) for name in os.listdir(folder / OWNERS)]
 
 
 def _in_use_error(folder: Path) -> ConfigError:

@@ -49,7 +49,7 @@ from kvcache.layout import KvLayout
 from kvcache.tiers.tier_checks import TierRequest, check_tiers
 from services.host.child_environment import child_environment
 from services.host.gpu_probe import GpuRequest, GpuShare, plan_on_gpu
-from services.host.held_memory import held_memory
+from services.host.held_memory import held_memory, reused_memory, tier_request
 from services.host.supervision.supervisor import ErrorReport
 from services.host.vllm.probe import VllmRequest, make_vllm_request, plan_on_vllm
 
@@ -139,7 +139,8 @@ def probe_model(probe: ProbeRequest) -> ProbedModel:
     _check_eviction(probe, checkpoint)
     if probe.tiers is not None:
         sizes = [checkpoint.layout(codec=one.codec).chunk_bytes for one in classes]
-        check_tiers(probe.tiers, max(sizes), available_memory() + held_memory(probe.deployment))
+        held, reused = held_memory(probe.deployment), reused_memory(probe.tiers, probe.deployment)
+        check_tiers(probe.tiers, max(sizes), available_memory() + held, reused)
     available = _memory_share(probe)
     if probe.gpu is not None:
         return _probe_on_gpu(probe, probe.gpu, checkpoint, classes, available)
@@ -245,7 +246,8 @@ def _probe_on_vllm(probe: ProbeRequest, ask: VllmRequest) -> ProbedModel:
 
 def _memory_share(probe: ProbeRequest) -> int:
     """Bytes for one worker: an equal share of what is free and what the deployment's other workers hold already."""
-    free = available_memory() - (probe.tiers.host_bytes if probe.tiers else 0)
+    tiers = probe.tiers.host_bytes if probe.tiers else 0
+    free = available_memory() - tiers + reused_memory(probe.tiers, probe.deployment)
     return min(free, (free + held_memory(probe.deployment)) // probe.num_workers)
 
 
@@ -288,8 +290,7 @@ def _check_splits(probe: ProbeRequest, checkpoint: Checkpoint, classes: tuple[Kv
         try:
             split_ranks(checkpoint, classes, tp, pp)
         except (ConfigError, ModelError) as error:
-            fix = f"{error.fix} (--{role}-tp, --{role}-pp)"
-            raise type(error)(error.what, error.why, fix) from None
+            raise type(error)(error.what, error.why, f"{error.fix} (--{role}-tp, --{role}-pp)") from None
 
 
 def _check_evicting_pool(
@@ -379,10 +380,7 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         config.max_model_len,
         config.kv_cache_memory_bytes,
         num_workers,
-        {
-            "prefill": (config.prefill_tp, config.prefill_pp),
-            "decode": (config.decode_tp, config.decode_pp),
-        },
+        {"prefill": (config.prefill_tp, config.prefill_pp), "decode": (config.decode_tp, config.decode_pp)},
         config.swap_space,
         config.max_num_batched_tokens,
         config.max_num_seqs,
@@ -391,7 +389,9 @@ def probe_request(config: Config, num_workers: int) -> ProbeRequest:
         config.kv_quality_budget,
         config.kv_keep,
         weights=config.bulk > 0,
-        tiers=TierRequest.of(config.kv_host_bytes, config.kv_disk_bytes, config.kv_disk_folder),
+        tiers=tier_request(
+            config.kv_host_bytes, config.kv_disk_bytes, config.kv_disk_folder, config.keys_dir
+        ),
         gpu=_gpu_request(config) if config.device in GPU_DEVICES and config.engine != VLLM else None,
         vllm=make_vllm_request(config) if config.engine == VLLM else None,
     )

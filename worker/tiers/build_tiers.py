@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from pathlib import Path
 
@@ -12,14 +11,9 @@ from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.tiers.chunk_store import ChunkStore
 from kvcache.tiers.store_folder import remove_leftovers
-from kvcache.tiers.tier_checks import HOST_BASE, HOST_PREFIX, check_chunk_fits
+from kvcache.tiers.tier_checks import HOST_BASE, HOST_PREFIX, check_chunk_fits, deployment_id
 from kvtransfer.resharding import ShardedPool
 from worker.tiers.worker_tiers import WorkerTiers
-
-
-def deployment_id(transfer_key: bytes) -> str:
-    """A name of the deployment that has this key, which tells nothing of the key."""
-    return hashlib.blake2b(transfer_key, digest_size=12, person=b"diptych tiers").hexdigest()
 
 
 def build_tiers(

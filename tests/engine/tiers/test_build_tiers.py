@@ -11,8 +11,9 @@ import pytest
 from diptych.errors import ConfigError
 from diptych.specs import WorkerSpec
 from kvcache.tiers.store_folder import INDEX_FILE
+from kvcache.tiers.tier_checks import deployment_id
 from tests.engine.tiers.tiered_engine import MIB, TieredEngine
-from worker.tiers.build_tiers import build_tiers, deployment_id
+from worker.tiers.build_tiers import build_tiers
 from worker.tiers.worker_tiers import WorkerTiers
 
 KEY = bytes(range(32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from diptych.channel.keys import load_transfer_key, make_keys
+from diptych.config.options import Config
+from diptych.errors import ConfigError
+from kvcache.tiers.tier_checks import HOST_PREFIX, TierRequest, check_host_memory, deployment_id
+from services.host import held_memory as held_memory_module
 from services.host import model_probe
-from services.host.held_memory import WORKER_OF, held_memory
-from services.host.model_probe import ProbeRequest
+from services.host.held_memory import WORKER_OF, held_memory, reused_memory
+from services.host.model_probe import ProbeRequest, probe_model, probe_request
+from tests.unit.kvcache.tiers.stored_chunks import open_store
 
 MIB = 1 << 20
 HOLD = "import sys; kept = bytearray(b'x') * (64 << 20); print('held', flush=True); sys.stdin.read()"
@@ -61,3 +68,61 @@ def test_a_worker_gets_the_same_share_before_and_after_the_others_have_theirs(
     monkeypatch.setattr(model_probe, "held_memory", lambda deployment: held if deployment == "n@a" else 0)
     question = ProbeRequest("m", None, None, None, num_workers=4, deployment="n@a")
     assert model_probe._memory_share(question) == share
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Host memory in which an own worker's folder, another deployment's, and one that nobody uses hold 1, 2, 4 MiB."""
+    monkeypatch.setattr(held_memory_module, "HOST_BASE", tmp_path)
+    for name, size in (("own", 1), ("other", 2), ("left", 4)):
+        open_store(tmp_path / f"{HOST_PREFIX}{name}").close()
+        (tmp_path / f"{HOST_PREFIX}{name}" / "chunks" / "ab").write_bytes(b"x" * (size * MIB))
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "file").write_bytes(b"x" * (8 * MIB))
+    return tmp_path
+
+
+def test_what_host_memory_has_already_of_the_deployment_or_of_nobody_is_reused(shared: Path) -> None:
+    proc, tiers = shared / "proc", TierRequest(64 * MIB)
+    make_process(proc, os.getpid(), "n@a")
+    with contextlib.ExitStack() as stack:
+        for name in ("own", "other"):
+            stack.callback(open_store(shared / f"{HOST_PREFIX}{name}").close)
+        assert reused_memory(tiers, "n@a", proc) >> 20 == 7, "both are used by a worker of this deployment"
+        assert reused_memory(tiers, "n@b", proc) >> 20 == reused_memory(tiers, "", proc) >> 20 == 4
+        assert reused_memory(TierRequest(64 * MIB, deployment="own"), "", proc) >> 20 == 5
+    assert reused_memory(tiers, "", proc) >> 20 == 7 and reused_memory(None, "n@a", proc) == 0
+
+
+def test_a_worker_that_starts_again_finds_room_for_the_tier_that_is_full(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 7 MiB that are stored are not free, and need not be."""
+    monkeypatch.setattr(model_probe, "available_memory", lambda: 512 * MIB)
+    shares = []
+    for bound in (7, 512 + 7, 512 + 8):
+        question = ProbeRequest("tiny", None, 128, 16 * MIB, num_workers=1, tiers=TierRequest(bound * MIB))
+        shares.append(model_probe._memory_share(question) // MIB)
+        if bound == 7:
+            assert probe_model(question).kv_bytes
+    assert shares == [512, 0, -1]
+    check_host_memory(512 * MIB, 505 * MIB, 7 * MIB, shared)
+    with pytest.raises(ConfigError, match="larger than the memory that is free"):
+        check_host_memory(513 * MIB, 505 * MIB, 7 * MIB, shared)
+    free = type("Stat", (), {"f_bavail": 5, "f_frsize": MIB})()
+    monkeypatch.setattr("kvcache.tiers.tier_checks.os.statvfs", lambda _: free)
+    check_host_memory(12 * MIB, 505 * MIB, 7 * MIB, shared)
+    with pytest.raises(ConfigError, match="larger than what is free in"):
+        check_host_memory(13 * MIB, 505 * MIB, 7 * MIB, shared)
+
+
+def test_tiers_are_asked_for_by_the_name_of_the_deployment(tmp_path: Path) -> None:
+    plain, settings = (
+        Config(model="tiny"),
+        Config(model="tiny", kv_host_bytes=64 * MIB, keys_dir=tmp_path / "keys"),
+    )
+    assert probe_request(plain, 1).tiers is None
+    assert probe_request(settings, 1).tiers == TierRequest(64 * MIB)
+    make_keys(tmp_path / "keys")
+    name = deployment_id(load_transfer_key(tmp_path / "keys"))
+    assert probe_request(settings, 1).tiers == TierRequest(64 * MIB, deployment=name)

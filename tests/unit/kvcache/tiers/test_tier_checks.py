@@ -40,13 +40,13 @@ def test_a_bound_smaller_than_a_chunk_is_refused_with_one_that_is_not() -> None:
 
 def test_more_than_there_is_of_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="larger than the memory that is free") as refused:
-        check_host_memory(3 * GIB, GIB, tmp_path)
+        check_host_memory(3 * GIB, GIB, base=tmp_path)
     assert "512MiB or less" in refusal(refused)
     with pytest.raises(ConfigError, match="larger than what is free in") as refused:
-        check_host_memory(1 << 60, 1 << 61, tmp_path)
+        check_host_memory(1 << 60, 1 << 61, base=tmp_path)
     assert "--shm-size" in refusal(refused)
     with pytest.raises(ConfigError, match="no shared memory") as refused:
-        check_host_memory(GIB, 2 * GIB, tmp_path / "absent")
+        check_host_memory(GIB, 2 * GIB, base=tmp_path / "absent")
     refusal(refused)
 
 

@@ -110,7 +110,7 @@ class DecodeWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the KV of any request is waited for, being pulled, or read back from a tier."""
+        """Whether the KV of any request is waited for, being pulled, or read from a tier into slabs."""
         return len(self._admission) > 0 or self.engine.restores.is_busy
 
     def begin_attempt(self, order: WorkOrder, seq: Sequence, now_s: float) -> None:
@@ -334,6 +334,7 @@ class DecodeWorker:
         ended = self._admission.wanted()
         for arrival in ended:
             self._drop_arrival(arrival)
+        self.engine.restores.stop()
         return [(arrival.seq.id, arrival.seq.epoch) for arrival in ended]
 
     def _drop_arrival(self, arrival: KvArrival) -> None:

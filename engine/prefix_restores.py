@@ -4,15 +4,19 @@
                                                                                     and verified ─▶ published, released
 
 What is restored is then a cached prefix like any other. A prompt holds nothing while it waits for that, and waits for
-as long as computing would take at most. Another thread, or virtual time, looks up and reads (`TierReader`): nothing
-here touches a file or a clock, so that the simulator decides as the engine does.
+a look-up (`MAX_LOOK_UP_S`) and for as long as computing would take at most. The slabs count as lent: whoever needs them
+takes them back at once, and nobody waits for a disk, since chunks get into them only when they are verified. Another
+thread, or virtual time, looks up and reads (`TierReader`): nothing here touches a file or a clock, so that the
+simulator decides as the engine does.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -43,8 +47,9 @@ class TierRate:
 class PrefixRestore:
     """The part of a prefix that is not in the pool. Sequences that wait for it share it (`Sequence.restore`).
 
-    `keys` are the addresses of the whole prefix, of which the pool had the first `known` chunks. A reader sets `tiers`,
-    those of the chunks behind them as far as they are all stored, and later `restored`.
+    `keys` are the addresses of the whole prefix, of which the pool had the first `known` chunks. `tiers` are those of
+    the chunks behind them as far as they are all stored. A reader's thread reports and fills; once it is stopped no
+    slab is written any more.
     """
 
     number: int
@@ -59,11 +64,14 @@ class PrefixRestore:
     slabs: list[int] = field(default_factory=list)
     # How many of them are filled and verified.
     restored: int = 0
-    # Whether the reader should stop behind the chunk that it is reading.
+    # Whether the look-up is over, so that `tiers` stays.
+    found: bool = False
+    # Whether no slab may be filled any more.
     stopped: bool = False
     # Whether no sequence waits for it any more, and since when, in seconds.
     ready: bool = False
     ended_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def key(self) -> str:
@@ -75,15 +83,55 @@ class PrefixRestore:
         """The addresses of the chunks that the pool lacked."""
         return self.keys[self.known :]
 
+    def report_found(self, tiers: list[str], ends: bool) -> bool:
+        """A look-up has found so much; more may come unless it `ends`. Returns whether anybody wants to know."""
+        with self._lock:
+            if self.found:
+                return False
+            self.tiers, self.found = tiers, ends
+            return True
+
+    def end_look_up(self) -> bool:
+        """Do with what was found until now. False: the look-up has ended by itself, and its answer is on its way."""
+        with self._lock:
+            ended, self.found = self.found, True
+            return not ended
+
+    def next_in(self, tier: str) -> bytes | None:
+        """The address of the chunk to read next, if it is wanted and in this tier."""
+        with self._lock:
+            at = self.restored
+            wanted = not self.stopped and at < len(self.slabs) and self.tiers[at] == tier
+            return self.missing_keys[at] if wanted else None
+
+    def fill_next(self, fill: Callable[[int], None]) -> bool:
+        """Let `fill` copy the next chunk, which is verified, into its slab; False (nothing is written) if stopped."""
+        with self._lock:
+            if self.stopped:
+                return False
+            fill(self.slabs[self.restored])
+            self.restored += 1
+            return True
+
+    def stop(self) -> None:
+        """No slab is written from now on. Waits for the copy of one chunk at most."""
+        with self._lock:
+            self.stopped = True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there is nothing to read any more."""
+        return self.stopped or self.restored == len(self.slabs)
+
 
 class TierReader(Protocol):
     """The tiers below a pool, the fastest first. What is asked for comes back through `take_answers`."""
 
     def look_up(self, restore: PrefixRestore) -> None:
-        """Set `tiers` of `restore`: those of its leading missing chunks that are stored."""
+        """Report (`report_found`) the tiers of those leading missing chunks that are stored."""
 
     def read_chunks(self, restore: PrefixRestore) -> None:
-        """Fill the slabs of `restore`, in order, until one fails or it is stopped."""
+        """Fill the slabs of `restore` (`fill_next`), in order, until a chunk fails or it is stopped."""
 
     def take_answers(self) -> list[PrefixRestore]:
         """The restores whose look-up or reading has ended since the last call."""
@@ -137,6 +185,9 @@ class NoRestores:
         """Nothing is read."""
         return None
 
+    def stop(self) -> None:
+        """Nothing is held."""
+
     def notify(self, wake: Callable[[], None]) -> None:
         """Nobody is ever woken."""
 
@@ -148,7 +199,7 @@ class NoRestores:
 class PrefixRestores:
     """The restores of one engine into the slabs of `kv`. `chunk_bytes` are those of a chunk by KV class.
 
-    `note_taken` is called with slabs that are about to be written.
+    `note_taken` is called with slabs that are about to be written. Bulk work gives slabs back before restores do.
     """
 
     def __init__(
@@ -166,16 +217,20 @@ class PrefixRestores:
         self._number = 0
         # Tokens that were looked up in the tiers, and those that were restored.
         self.queried_tokens = self.restored_tokens = 0
+        # The time of the last call, in clock seconds.
+        self._now_s = 0.0
+        for arena in kv.arenas.values() if isinstance(kv, KvArenas) else (kv,):
+            arena.lent_slabs.reclaim = partial(self._give_back, arena, arena.lent_slabs.reclaim)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is looked up or read; if not, no slab is held."""
-        return bool(self._open)
+        """Whether any slab is held. Look-ups and readers that have not come back are waited for by nobody."""
+        return any(one.slabs for one in self._open.values())
 
     @property
     def deadline_s(self) -> float | None:
         """The next time at which sequences go on without a restore, in clock seconds."""
-        return min((one.deadline_s for one in self._open.values() if not one.ready), default=None)
+        return min((one.deadline_s for one in self._open.values()), default=None)
 
     def complete_stats(self, stats: WorkerStats) -> WorkerStats:
         """`stats` of the engine, with those of the tiers."""
@@ -212,16 +267,40 @@ class PrefixRestores:
 
         Returns when it has to be called again (clock seconds), or None.
         """
+        self._now_s = now_s
         for restore in self.reader.take_answers():
+            if restore.ready:
+                # It has ended without its reader.
+                continue
             if restore.slabs:
                 self._finish(restore, now_s)
-            elif restore.ready or not self._start_reading(restore, now_s):
+            elif not self._start_reading(restore, now_s):
                 self._end(restore, now_s)
-        for restore in self._open.values():
-            if not restore.ready and now_s >= restore.deadline_s:
-                restore.stopped = restore.ready = True
-                restore.ended_s = now_s
+        for restore in list(self._open.values()):
+            if now_s >= restore.deadline_s:
+                self._end_late(restore, now_s)
         return self.deadline_s
+
+    def stop(self) -> None:
+        """No sequence waits any more: hold no slab, whatever the tiers are at."""
+        for restore in list(self._open.values()):
+            self._finish(restore, self._now_s)
+
+    def _end_late(self, restore: PrefixRestore, now_s: float) -> None:
+        """Go on with what there is at the deadline: with chunks that are read, or with the tier that has answered."""
+        if restore.slabs:
+            self._finish(restore, now_s)
+        elif restore.end_look_up() and not self._start_reading(restore, now_s):
+            self._end(restore, now_s)
+
+    def _give_back(self, arena: KvAllocator, others: Callable[[], bool] | None) -> bool:
+        """Let somebody who holds lent slabs of an arena give them back: others, or a restore. False: nobody does."""
+        if others is not None and others():
+            return True
+        held = [one for one in self._open.values() if one.slabs and self.kv.arena_of(one.kv_class) is arena]
+        if held:
+            self._finish(held[-1], self._now_s)
+        return bool(held)
 
     def _size_of(self, kv_class: str) -> int:
         """Bytes of a chunk of a class; sequences of a worker with one class may name none."""
@@ -254,6 +333,7 @@ class PrefixRestores:
             return False
         restore.tiers = restore.tiers[first - restore.known :][:count]
         restore.known, restore.slabs = first, arena.allocate(restore.key, count)
+        arena.set_lent(restore.key, True)
         self._note_taken(restore.slabs)
         wait_s = max(2 * predict_restore_s(restore.tiers, size, rates), MIN_WAIT_S)
         restore.deadline_s = now_s + min(wait_s, self._compute_s(count))
@@ -261,8 +341,10 @@ class PrefixRestores:
         return True
 
     def _finish(self, restore: PrefixRestore, now_s: float) -> None:
-        """Nothing writes to the slabs any more: publish the verified chunks, and let go of everything."""
+        """Publish the chunks that are verified, and let go of everything. A reader that comes later writes nothing."""
+        restore.stop()
         arena, end = self.kv.arena_of(restore.kv_class), restore.known + restore.restored
+        arena.set_lent(restore.key, False)
         slabs = [node.slab for node in arena.shared_nodes(restore.key)] + restore.slabs
         arena.publish(restore.key, restore.keys[:end], slabs)
         arena.release(restore.key)
@@ -272,5 +354,5 @@ class PrefixRestores:
     def _end(self, restore: PrefixRestore, now_s: float) -> None:
         """The restore is over."""
         self._open = {first: one for first, one in self._open.items() if one is not restore}
-        if not restore.ready:
-            restore.ready, restore.ended_s = True, now_s
+        restore.found = restore.ready = True
+        restore.ended_s = now_s

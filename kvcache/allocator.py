@@ -165,6 +165,21 @@ class KvAllocator:
             if reclaim is None or not reclaim():
                 raise OutOfSlabs(f"{self.lent} slabs were lent, and nobody gives them back")
 
+    def set_lent(self, key: str, lent: bool) -> None:
+        """Let all that `key` holds count as lent, or as its own. Whoever lends has set `lent_slabs.reclaim`."""
+        seq_slabs = self._sequences.get(key)
+        if seq_slabs is None or seq_slabs.lent == lent:
+            return
+        if self.tree is not None:
+            self.tree.lock_nodes(seq_slabs.shared_nodes, lent)
+            self.tree.unlock_nodes(seq_slabs.shared_nodes, not lent)
+        seq_slabs.lent = lent
+        self.lent_slabs.private += len(seq_slabs.private) * (1 if lent else -1)
+        if lent:
+            self.lent_slabs.holders.add(key)
+        else:
+            self.lent_slabs.holders.discard(key)
+
     def _count_private(self, seq_slabs: _SequenceSlabs, change: int) -> None:
         """Count private slabs of a sequence that were taken, or given back or published (`change` below 0)."""
         if seq_slabs.lent:

@@ -151,7 +151,7 @@ class PrefillWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any KV waits to be offered, is still leased, or is being read back from a tier."""
+        """Whether any KV waits to be offered, is still leased, or holds slabs that a tier is read into."""
         if len(self.ledger) > 0 or self.engine.restores.is_busy:
             return True
         return self.offers is not None and self.offers.is_busy
@@ -265,6 +265,7 @@ class PrefillWorker:
         ended = [(lease.request, lease.epoch) for lease in self.ledger]
         for request, epoch in ended:
             self.abort_attempts(request, epoch)
+        self.engine.restores.stop()
         return ended if self.offers is None else ended + self.offers.abandon_all()
 
     def close(self) -> None:

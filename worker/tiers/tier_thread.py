@@ -1,7 +1,8 @@
 """A thread that reads and writes one tier of stored KV, so that the engine's thread never waits for a file.
 
-What somebody waits for (look-ups, reads) goes before what is stored. What is to be stored waits in a bounded queue,
-from which the oldest is dropped. A failure costs misses: it is counted, logged once, and pauses storing for a while.
+What somebody waits for (look-ups, reads) goes before what nobody waits for, and that before what is stored. What is to
+be stored waits in a bounded queue, from which the oldest is dropped. A failure costs misses: it is counted, logged
+once, and pauses storing for a while.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class TierThread(Generic[B]):
         self._clock = clock
         self._news = threading.Condition()
         self._urgent: deque[Job] = deque()
+        self._idle: deque[Job] = deque()
         self._batches: deque[B] = deque()
         self._num_waiting, self._closing = 0, False
         # Since when the thread is at its present job, in clock seconds; None while it waits.
@@ -91,6 +93,12 @@ class TierThread(Generic[B]):
             self._urgent.append(job)
             self._news.notify()
 
+    def ask_idle(self, job: Job) -> None:
+        """Run `job` when nobody waits for anything, before anything is stored."""
+        with self._news:
+            self._idle.append(job)
+            self._news.notify()
+
     def add_batch(self, batch: B) -> None:
         """Store a batch when nobody waits for anything."""
         with self._news:
@@ -120,13 +128,15 @@ class TierThread(Generic[B]):
         """The next thing to do, once there is one; None: the thread ends."""
         with self._news:
             self._busy_since_s = None
-            while not (self._urgent or self._batches or self._closing):
+            while not (self._urgent or self._idle or self._batches or self._closing):
                 self._news.wait()
             if self._closing and not self._urgent:
                 return None
             self._busy_since_s = self._clock()
             if self._urgent:
                 return self._urgent.popleft()
+            if self._idle:
+                return self._idle.popleft()
             batch = self._batches.popleft()
             self._num_waiting -= len(batch)
             return batch

@@ -1,7 +1,7 @@
 """The tiers below one worker's pool: host memory that all workers of the host share, and a disk below it.
 
     released chunks ─▶ host thread: slab ─▶ host tier ─▶ disk thread: host tier ─▶ disk
-    a prefix to read back ─▶ the thread of the tier with its next chunk: file ─▶ slab, verified ─▶ that of the next one
+    a prefix to read back ─▶ the thread of the tier with its next chunk: file, verified ─▶ slab ─▶ that of the next one
 
 A chunk is copied from its slab without a lock, and counts if the prefix tree has it still afterwards: then nothing
 wrote to the slab meanwhile. No thread of a tier takes slabs or changes their owners.
@@ -14,6 +14,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 
 from diptych.errors import CorruptChunk
 from diptych.stats.tiers import TierStats
@@ -50,6 +51,8 @@ class _Tier:
         # When its rate was last measured, in clock seconds.
         self._measured_s = float("-inf")
         self._counted_s, self._count = float("-inf"), (0, 0)
+        # Where chunks are verified, before they are copied into slabs.
+        self._chunk = bytearray()
 
     def stats(self) -> TierStats:
         """What the worker says of the tier."""
@@ -72,6 +75,14 @@ class _Tier:
         """So many bytes were read."""
         self.rate.add_sample(num_bytes, ended_s - begun_s)
         self._measured_s = ended_s
+
+    def read(self, address: bytes, num_bytes: int) -> memoryview:
+        """A verified chunk, until the next call. Raises as `ChunkStore.read`. Called by its thread."""
+        if len(self._chunk) < num_bytes:
+            self._chunk = bytearray(num_bytes)
+        chunk = memoryview(self._chunk)[:num_bytes]
+        self.store.read(address, [chunk])
+        return chunk
 
     def measure(self, address: bytes, clock: Callable[[], float]) -> None:
         """Read a chunk for nobody, unless the rate was measured lately: a tier that was slow may be faster now."""
@@ -102,6 +113,8 @@ class WorkerTiers:
         self._pool, self._clock = pool, clock
         self._wake: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[PrefixRestore] = queue.SimpleQueue()
+        # A chunk of each tier that the latest look-ups have found.
+        self._found: list[tuple[_Tier, bytes]] = []
         self._host_thread = TierThread[list[PrefixNode]](HOST, self._store_nodes, MAX_WAITING, clock)
         self._tiers = {HOST: _Tier(HOST, host, self._host_thread)}
         self._disk_thread: TierThread[list[PrefixNode]] | None = None
@@ -115,6 +128,7 @@ class WorkerTiers:
         """Start the threads, and store what sequences release from now on."""
         for tier in self._tiers.values():
             tier.thread.open()
+            tier.thread.ask_idle(partial(self._count, tier))
         for tree in self._trees:
             tree.on_released = self._on_released
 
@@ -181,19 +195,27 @@ class WorkerTiers:
 
     def take_answers(self) -> list[PrefixRestore]:
         """The restores whose look-up or reading has ended since the last call."""
-        answers = []
+        # What was found the last time is being read by now, or it is not worth it, as far as is known.
+        for tier, address in self._found:
+            tier.thread.ask_idle(partial(self._measure, tier, address))
+        self._found, answers = [], []
         while not self._answers.empty():
-            answers.append(self._answers.get())
+            answers.append(restore := self._answers.get())
+            if not (restore.ready or restore.slabs):
+                firsts = {name: restore.tiers.index(name) for name in restore.tiers}
+                self._found += [(self._tiers[name], restore.missing_keys[at]) for name, at in firsts.items()]
         return answers
 
     def look_up(self, restore: PrefixRestore) -> None:
-        """Set `tiers` of `restore`: those of its leading missing chunks that are stored."""
+        """Report the tiers of those leading missing chunks that are stored: what host memory has, then all."""
         if self._host_thread.is_stuck:
-            return self._answer(restore)
+            return self._answer_found(restore, {}, ends=True)
         self._host_thread.ask(partial(self._find, HOST, restore, {}))
 
     def _find(self, name: str, restore: PrefixRestore, found: dict[bytes, str]) -> None:
         """Look for the missing chunks in one tier, then in the one below."""
+        if restore.found:
+            return
         tier, keys = self._tiers[name], restore.missing_keys
         try:
             for address in tier.store.find([key for key in keys if key not in found]):
@@ -201,50 +223,63 @@ class WorkerTiers:
         except STORE_ERRORS as error:
             tier.thread.note_failure(error)
         disk = self._disk_thread
-        if (
-            name == HOST
-            and disk is not None
-            and len(found) < len(keys)
-            and not (disk.is_stuck or restore.ready)
-        ):
-            return disk.ask(partial(self._find, DISK, restore, found))
-        for key in keys:
-            if key not in found:
-                break
-            restore.tiers.append(found[key])
-        self._answer(restore)
-        if name in restore.tiers and (name == DISK or restore.ready):
-            with contextlib.suppress(KeyError, CorruptChunk):
-                tier.measure(keys[restore.tiers.index(name)], self._clock)
+        asks_disk = name == HOST and disk is not None and len(found) < len(keys) and not disk.is_stuck
+        self._answer_found(restore, found, ends=not asks_disk)
+        if asks_disk and disk is not None:
+            disk.ask(partial(self._find, DISK, restore, found))
+        tier.thread.ask_idle(partial(self._count, tier))
+
+    def _answer_found(self, restore: PrefixRestore, found: Mapping[bytes, str], ends: bool) -> None:
+        """Report the leading chunks among those that were found."""
+        leading = [found[key] for key in takewhile(found.__contains__, restore.missing_keys)]
+        if restore.report_found(leading, ends) and ends:
+            self._answer(restore)
+
+    def _count(self, tier: _Tier) -> None:
+        """Look how much a tier has, which may be that of others or of an earlier life."""
+        with contextlib.suppress(*STORE_ERRORS):
+            tier.count(self._clock())
+
+    def _measure(self, tier: _Tier, address: bytes) -> None:
+        """Measure a tier, unless it was read lately."""
+        with contextlib.suppress(KeyError, CorruptChunk):
+            tier.measure(address, self._clock)
 
     def read_chunks(self, restore: PrefixRestore) -> None:
-        """Fill the slabs of `restore`, in order, until one fails or it is stopped."""
+        """Fill the slabs of `restore`, in order, until a chunk fails or it is stopped."""
         tier = self._tiers[restore.tiers[restore.restored]]
         tier.thread.ask(partial(self._read_run, tier, restore))
 
     def _read_run(self, tier: _Tier, restore: PrefixRestore) -> None:
         """Read the next chunks that are in this tier; another one goes on behind them."""
-        begun_s, first = self._clock(), restore.restored
+        size = sum(view.nbytes for view in self._pool.chunk_views(restore.slabs[0]))
+        begun_s, read = self._clock(), list[bytes]()
         try:
-            while (at := restore.restored) < len(restore.slabs) and restore.tiers[at] == tier.name:
-                if restore.stopped:
-                    break
-                tier.store.read(restore.missing_keys[at], self._pool.chunk_views(restore.slabs[at]))
-                restore.restored += 1
-            tier.store.touch(restore.missing_keys[first : restore.restored])
+            while (address := restore.next_in(tier.name)) is not None:
+                chunk = tier.read(address, size)
+                read.append(address)
+                tier.num_restored += restore.fill_next(partial(self._fill_slab, chunk))
         except (KeyError, CorruptChunk):
-            restore.stopped = True
+            restore.stop()
         except STORE_ERRORS as error:
-            restore.stopped = True
+            restore.stop()
             tier.thread.note_failure(error)
-        count = restore.restored - first
-        if count:
-            num_bytes = sum(view.nbytes for view in self._pool.chunk_views(restore.slabs[0]))
-            tier.add_sample(count * num_bytes, begun_s, self._clock())
-        tier.num_restored += count
-        if restore.stopped or restore.restored == len(restore.slabs):
-            return self._answer(restore)
-        self.read_chunks(restore)
+        if read:
+            tier.add_sample(len(read) * size, begun_s, self._clock())
+        if restore.is_read:
+            self._answer(restore)
+        else:
+            self.read_chunks(restore)
+        # What is wrong with that, storing tells.
+        with contextlib.suppress(*STORE_ERRORS):
+            tier.store.touch(read)
+
+    def _fill_slab(self, chunk: memoryview, slab: int) -> None:
+        """Copy a verified chunk into its slab."""
+        at = 0
+        for view in self._pool.chunk_views(slab):
+            view[:] = chunk[at : at + view.nbytes]
+            at += view.nbytes
 
     def _answer(self, restore: PrefixRestore) -> None:
         self._answers.put(restore)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 
 import pytest
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import OutOfSlabs
 from diptych.request import SamplingParams
 from diptych.stats.tiers import TierStats
 from engine.prefix_restores import PrefixRestore, PrefixRestores, TierRate, choose_restore
@@ -39,15 +41,24 @@ class FakeReader:
 
     def answer_found(self) -> None:
         restore = self.found.pop()
-        for key in restore.missing_keys:
-            if key not in self.tiers:
-                break
-            restore.tiers.append(self.tiers[key])
-        self.answers.append(restore)
+        if restore.report_found(self.leading(restore), True):
+            self.answers.append(restore)
+
+    def leading(self, restore: PrefixRestore, tier: str = "") -> list[str]:
+        """The tiers of the leading missing chunks, as far as they are in `tier`, if one is named."""
+        stored = {key: name for key, name in self.tiers.items() if tier in ("", name)}
+        return [stored[key] for key in takewhile(stored.__contains__, restore.missing_keys)]
+
+    def fill(self, restore: PrefixRestore, count: int) -> list[int]:
+        """Fill the next slabs, as far as that is allowed; returns which."""
+        filled: list[int] = []
+        while len(filled) < count and restore.fill_next(filled.append):
+            pass
+        return filled
 
     def answer_read(self, count: int) -> None:
         restore = self.read.pop()
-        restore.restored = count
+        self.fill(restore, count)
         self.answers.append(restore)
 
     def take_answers(self) -> list[PrefixRestore]:
@@ -120,10 +131,10 @@ def test_a_tier_that_is_slower_than_computing_is_not_read() -> None:
 def test_a_stored_prefix_becomes_a_cached_one_and_nothing_is_held() -> None:
     bench = Bench()
     seq = bench.begin()
-    assert not is_ready(seq) and bench.is_busy()
+    assert not is_ready(seq) and not bench.is_busy()
     bench.reader.answer_found()
     bench.restores.tend(0.01)
-    assert not is_ready(seq) and bench.kv.used == 8 and len(bench.taken) == 8
+    assert not is_ready(seq) and bench.is_busy() and bench.kv.used == 8 and len(bench.taken) == 8
     bench.reader.answer_read(8)
     bench.restores.tend(0.02)
     assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 8
@@ -165,7 +176,7 @@ def test_a_prompt_goes_on_without_a_tier_that_stands_still() -> None:
     seq, deadline_s = bench.begin(), bench.deadline_s()
     assert deadline_s is not None and 0 < deadline_s <= 0.08
     bench.restores.tend(deadline_s)
-    assert is_ready(seq) and bench.is_busy() and bench.deadline_s() is None
+    assert is_ready(seq) and not bench.is_busy() and bench.deadline_s() is None
     bench.reader.answer_found()
     bench.restores.tend(1.0)
     assert bench.settled() and not bench.reader.read, "nobody waits for it any more"
@@ -174,11 +185,114 @@ def test_a_prompt_goes_on_without_a_tier_that_stands_still() -> None:
     bench.restores.tend(2.0)
     late_s = bench.deadline_s()
     assert late_s is not None and late_s <= 2.08
+    restore = bench.reader.read[0]
+    assert len(bench.reader.fill(restore, 5)) == 5
     bench.restores.tend(late_s)
-    assert is_ready(seq) and bench.reader.read[0].stopped and bench.kv.used == 8
-    bench.reader.answer_read(5)
+    assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 5, "what had come serves"
+    assert bench.kv.ledger.free == 59
+    assert not bench.reader.fill(restore, 1), "its slabs are those of others now"
+    bench.reader.answer_read(0)
     bench.restores.tend(9.0)
-    assert bench.settled() and bench.kv.count_cached(KEYS) == 5, "what had come serves others"
+    assert bench.settled() and bench.kv.count_cached(KEYS) == 5
+
+
+@pytest.mark.parametrize("used", [0, 6])
+def test_slabs_to_restore_into_are_given_to_whoever_needs_them(used: int) -> None:
+    bench = Bench(num_slabs=12)
+    bench.kv.allocate("x#0", used)
+    seq = bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    restore = bench.reader.read[0]
+    assert len(restore.slabs) == 6 and bench.kv.free == 12 - used, "nobody counts them as taken"
+    bench.kv.check_books()
+    bench.reader.fill(restore, 2)
+    grown = bench.kv.allocate("x#0", 12 - used)
+    assert is_ready(seq) and set(restore.slabs) <= set(grown), "the disk has not answered yet"
+    assert not bench.reader.fill(restore, 1)
+    bench.kv.release("x#0")
+    bench.reader.answer_read(0)
+    bench.restores.tend(1.0)
+    assert bench.settled()
+
+
+def test_a_prompt_runs_in_the_memory_of_its_own_late_restore() -> None:
+    bench = Bench(num_slabs=9)
+    seq = bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert len(bench.reader.read[0].slabs) == 4
+    bench.restores.tend(30.0)
+    assert is_ready(seq) and bench.kv.free == 9 and bench.settled()
+    assert len(bench.kv.allocate(seq.key, 9)) == 9
+    bench.kv.release(seq.key)
+
+
+def test_bulk_work_gives_its_memory_back_before_restores_do() -> None:
+    bench, asked = Bench(num_slabs=12), list[str]()
+
+    def reclaim() -> bool:
+        asked.append("bulk")
+        return False
+
+    bench.kv.lent_slabs.reclaim = reclaim
+    bench.restores = PrefixRestores(
+        bench.kv, bench.reader, {"raw": 1000}, MeasuredRate(6400.0), bench.taken.extend
+    )
+    bench.begin()
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    bench.kv.allocate("x#0", 12)
+    assert asked == ["bulk"] and not bench.is_busy()
+    with pytest.raises(OutOfSlabs):
+        bench.kv.allocate("x#0", 1)
+    bench.kv.release("x#0")
+
+
+def test_a_role_that_ends_holds_nothing_though_a_disk_stands_still() -> None:
+    bench = Bench()
+    seqs = [bench.begin()]
+    bench.reader.answer_found()
+    bench.restores.tend(0.0)
+    assert bench.is_busy()
+    bench.restores.stop()
+    assert bench.settled() and is_ready(seqs[0])
+    seqs.append(bench.begin("b"))
+    assert not bench.is_busy(), "a look-up holds nothing"
+    bench.restores.stop()
+    assert is_ready(seqs[1])
+
+
+def test_later_prompts_do_not_join_a_look_up_that_hangs() -> None:
+    bench = Bench()
+    first = bench.begin()
+    bench.restores.tend(1.0)
+    second = bench.begin("b", now_s=1.0)
+    assert is_ready(first) and not is_ready(second) and len(bench.reader.found) == 2
+    bench.reader.answer_found()
+    bench.restores.tend(1.01)
+    assert len(bench.reader.read) == 1
+    bench.reader.answer_read(8)
+    bench.reader.answer_found()
+    bench.restores.tend(1.02)
+    assert is_ready(second) and bench.settled() and bench.kv.count_cached(KEYS) == 8
+
+
+def test_what_the_first_tier_has_is_read_when_the_second_does_not_answer() -> None:
+    bench = Bench()
+    bench.reader.tiers = {**dict.fromkeys(KEYS[:3], "host"), **dict.fromkeys(KEYS[3:], "disk")}
+    seq = bench.begin()
+    restore = bench.reader.found[0]
+    assert restore.report_found(bench.reader.leading(restore, "host"), False)
+    late_s = bench.deadline_s()
+    assert late_s is not None
+    bench.restores.tend(late_s)
+    assert not is_ready(seq) and len(restore.slabs) == 3
+    bench.reader.answer_found()
+    assert not bench.reader.answers, "the disk is too late"
+    bench.reader.answer_read(3)
+    bench.restores.tend(late_s)
+    assert is_ready(seq) and bench.settled() and bench.kv.count_cached(KEYS) == 3
 
 
 def test_prompts_with_the_same_prefix_wait_for_one_restore() -> None:

@@ -124,13 +124,13 @@ def gate_calls(
     return msgspec.structs.replace(grammar, gate=gate)
 
 
-def binds_calls(grammar: Grammar, markup: ModelMarkup) -> bool:
-    """Whether the gated grammar binds each call of an answer that begins with a marker of calls."""
+def binds_calls(grammar: Grammar, prefix: str, markup: ModelMarkup) -> bool:
+    """Whether the gated grammar binds each call of an answer behind `prefix` that begins with a marker of calls."""
     calls = markup.calls.format.calls
-    if grammar.kind != "tools" or calls is None:
+    if grammar.kind != "tools" or calls is None or any(literal in prefix for literal in calls.opens):
+        # The grammar binds no call that the prompt has begun.
         return False
-    # In `auto` the gate sees one marker.
-    return len(calls.opens) == 1 or grammar.gate is None or not grammar.gate.may_end
+    return grammar.gate is None or markup.sees_calls(grammar.gate)
 
 
 def _check_tools(tools: list[FunctionTool], rules: RequestRules) -> None:

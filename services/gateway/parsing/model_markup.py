@@ -78,8 +78,16 @@ class ModelMarkup:
         return tuple(end for end in ends if end is not None) if ends and ends[0] is not None else ()
 
     @cached_property
+    def call_markers(self) -> tuple[int, ...]:
+        """The tokens that end a thought since they begin a call, or are around several."""
+        calls = self.calls.format.calls
+        literals = () if calls is None else (*calls.opens, *calls.wraps)
+        found = map(self._token_of, dict.fromkeys(literals))
+        return tuple(token for token in found if token is not None)
+
+    @cached_property
     def call_starts(self) -> tuple[int, ...]:
-        """The tokens that begin calls, also within a thought, which they end."""
+        """The tokens of `call_markers` with which a grammar of calls begins, so that it can bind from them on."""
         syntax = self.call_syntax
         first = () if syntax is None else (*syntax.outer[0], *syntax.opener)[:1]
         return tuple(token for token in first if isinstance(token, int) and not self.calls.format.channels)
@@ -97,8 +105,17 @@ class ModelMarkup:
 
     def limit_thought(self, tokens: int, is_open: bool, has_tools: bool) -> ThoughtBudget:
         """The budget of an answer whose prompt has begun a thought, or not. It must have `thought_ends`."""
-        ends = (*self.thought_ends, *(self.call_starts if has_tools else ()))
+        ends = (*self.thought_ends, *(self.call_markers if has_tools else ()))
         return ThoughtBudget(tokens, self.thought_begin, ends, is_open)
+
+    def sees_calls(self, gate: GrammarGate) -> bool:
+        """Whether `gate` binds from each marker on that is read as the beginning of a call."""
+        calls, syntax = self.calls.format.calls, self.call_syntax
+        if calls is None or syntax is None or (gate.repeats and not syntax.opener):
+            # Behind one call others may follow without a marker.
+            return False
+        seen = {*gate.starts, *(bind[0] for bind in gate.binds if len(bind) == 1)}
+        return all(self._token_of(literal) in seen for literal in calls.opens)
 
     def bind_text(self, grammar: Grammar) -> Grammar:
         """The grammar of a JSON text, with the messages around it if an answer consists of messages."""

@@ -272,7 +272,7 @@ def _resolve_chat(
     if grammar is not None and context is not None:
         grammar = _gate_grammar(grammar, valid.plan, context.prefix, rules)
         assert rules.markup is not None
-        context = replace(context, calls_bound=binds_calls(grammar, rules.markup))
+        context = replace(context, calls_bound=binds_calls(grammar, context.prefix, rules.markup))
     plain = Prompt(prompt.ids)
     return resolve_chat(request, plain, grammar, rules, caller.tenant, system_tokens, context)
 

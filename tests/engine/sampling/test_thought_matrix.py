@@ -342,6 +342,20 @@ def test_thoughts_cannot_be_turned_off_where_the_template_has_no_switch(made_up_
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "reasoning_effort")
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_without_its_outer_marker_ends_the_thought(made_up_models: Models, choice: str) -> None:
+    made_up = made_up_models["r1"]
+    resolved = made_up.resolve(tools=TOOLS, tool_choice=choice, thinking_token_budget=BUDGET)
+    assert resolved.context is not None and resolved.sampling.thought is not None
+    # No grammar that must have a call begins with this marker, so it binds none of them.
+    assert resolved.context.calls_bound == (choice == "auto")
+    call = made_up.model.call.replace("NAME", "jump").replace("ARGS", '{"a": 3}')
+    script = "the fox" + call.removeprefix("<｜tool▁calls▁begin｜>").removesuffix("<｜tool▁calls▁end｜>")
+    tokens, reason = made_up.draw(resolved, script)
+    said = join_parts(made_up.read(resolved, tokens, reason, 1)[1])
+    assert (said["reasoning"], said["calls"][0]) == ("the fox", ["jump", '{"a": 3}'])
+
+
 @models
 def test_stop_strings_begin_behind_the_thought(made_up_models: Models, model: ReasoningModel) -> None:
     made_up = made_up_models[model.name]

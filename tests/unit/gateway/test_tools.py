@@ -158,6 +158,41 @@ def test_a_model_without_marker_tokens_calls_freely_in_auto(tmp_path: Path) -> N
     assert all(isinstance(part, str) for part in grammar.syntax.opener)
 
 
+@pytest.mark.parametrize(
+    ("markers", "choice", "is_bound"),
+    [
+        # Behind the first call others follow without a marker.
+        (("<|python_tag|>",), "auto", False),
+        (("<|python_tag|>",), "required", False),
+        # Within a thought the gate would not see it.
+        ((), "required", False),
+    ],
+)
+def test_calls_are_bound_only_where_the_gate_sees_each(
+    tmp_path: Path, markers: tuple[str, ...], choice: str, is_bound: bool
+) -> None:
+    folder = make_folder(tmp_path, 512, ("<think>", "</think>", *markers), ALWAYS_TEMPLATE)
+    tokenizer = GatewayTokenizer.load(str(folder))
+    markup = ModelMarkup.load(tokenizer, "llama3_json", "qwen3")
+    resolved = resolve(
+        RequestRules(tokenizer, ("toy",), 512, RequestLimits(), markup=markup), tool_choice=choice
+    )
+    assert resolved.sampling.grammar is not None and resolved.context is not None
+    assert resolved.context.calls_bound == is_bound
+
+
+def test_a_call_that_the_prompt_has_begun_is_not_bound(thinking: RequestRules) -> None:
+    for begun, is_bound in (("I call", True), ("<tool_call>", False)):
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": begun}]
+        asked: dict[str, Any] = {
+            "messages": messages,
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        }
+        context = resolve(thinking, **asked).context
+        assert context is not None and context.prefix == begun and context.calls_bound == is_bound
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(levels):

@@ -83,10 +83,11 @@ class ChunkIndex:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def count(self) -> tuple[int, int]:
         """The complete chunks, and the bytes of all chunks, those that are being written included."""
@@ -195,6 +196,10 @@ class ChunkIndex:
         """The chunks that `owner` has reserved and not completed."""
         query = "SELECT address FROM chunks WHERE state = ? AND owner = ?"
         return [row[0] for row in self._db.execute(query, (WRITING, owner))]
+
+    def writers(self) -> set[str]:
+        """Those that have reserved chunks and not completed them."""
+        return {row[0] for row in self._db.execute("SELECT owner FROM chunks WHERE state = ?", (WRITING,))}
 
     def add_found(self, chunks: Sequence[tuple[bytes, int]]) -> None:
         """Enter chunks (address, bytes) that were found as files, those to go first in front."""

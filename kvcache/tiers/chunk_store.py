@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import stat
 import threading
@@ -83,7 +84,10 @@ class ChunkStore:
         self.num_corrupt = 0
         self._mutex = threading.Lock()
         self._index: ChunkIndex | None = None
-        self._inode = 0
+        self._inode, self._lock_fd = 0, -1
+        # Reserved chunks that the index is to complete (True), or to cancel, once it can be changed.
+        self._unsettled: dict[bytes, bool] = {}
+        self._settling = threading.Lock()
         try:
             self._lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             self.reclaim_dead()
@@ -103,6 +107,9 @@ class ChunkStore:
         """Let go of the folder. Idempotent."""
         with self._mutex:
             self._close_index()
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+                self._lock_fd = -1
         self.claim.release(self._removes)
 
     # ---- chunks
@@ -114,6 +121,8 @@ class ChunkStore:
 
     def find(self, addresses: Sequence[bytes]) -> set[bytes]:
         """Those of `addresses` whose chunks are here."""
+        with contextlib.suppress(*STORE_ERRORS):
+            self._settle()
         return self._with_index(lambda index: index.find(addresses))
 
     def touch(self, addresses: Sequence[bytes]) -> None:
@@ -167,6 +176,7 @@ class ChunkStore:
             (one.address, one.depth, file_bytes(sum(view.nbytes for view in one.views))) for one in chunks
         ]
         owner = self.claim.owner
+        self._settle()
         granted = self._with_index(lambda index: index.reserve(wanted, self._limit, owner, self._drop_file))
         done: list[bytes] = []
         try:
@@ -174,11 +184,24 @@ class ChunkStore:
                 if one.address in granted and one.address not in done and self._write(one):
                     done.append(one.address)
         finally:
-            if lost := self._with_index(lambda index: index.complete(done, owner)):
-                for address in lost:
-                    self.claim.path_of(address).unlink(missing_ok=True)
-            self._with_index(lambda index: index.cancel(sorted(granted.difference(done)), owner))
+            with self._settling:
+                self._unsettled.update({address: address in done for address in granted})
+            self._settle()
         return done
+
+    def _settle(self) -> None:
+        """Complete and cancel in the index what was reserved, that of earlier batches too if it was locked then."""
+        if not self._unsettled:
+            return
+        owner = self.claim.owner
+        with self._settling:
+            done = [address for address, is_written in self._unsettled.items() if is_written]
+            for address in self._with_index(lambda index: index.complete(done, owner)):
+                self.claim.path_of(address).unlink(missing_ok=True)
+            for address in done:
+                del self._unsettled[address]
+            self._with_index(lambda index: index.cancel(sorted(self._unsettled), owner))
+            self._unsettled.clear()
 
     def _write(self, chunk: NewChunk) -> bool:
         """Write one chunk, for which room is reserved. Returns whether it is in its place."""
@@ -227,7 +250,7 @@ class ChunkStore:
         try:
             if fd >= 0:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            _remove_path(path)
         except OSError:
             return False
         finally:
@@ -246,13 +269,21 @@ class ChunkStore:
 
     def reclaim_dead(self) -> None:
         """Clear away what processes that died were writing."""
+        writers = self._with_index(lambda index: index.writers())
         for owner in self.claim.dead_owners():
-            left = self._with_index(methodcaller("written_by", owner))
-            done = [address for address in left if self._is_complete(address)]
-            self._with_index(methodcaller("complete", done, owner))
-            for path in (self.claim.folder / PARTIAL).glob(f"{owner}.*"):
-                path.unlink(missing_ok=True)
-            self._with_index(methodcaller("cancel", left, owner))
+            self._reclaim(owner)
+        # A process has its file before it reserves anything.
+        for owner in writers.difference(self.claim.owners()):
+            self._reclaim(owner)
+
+    def _reclaim(self, owner: str) -> None:
+        """Complete or clear away what one process was writing, which has died."""
+        left = self._with_index(methodcaller("written_by", owner))
+        done = [address for address in left if self._is_complete(address)]
+        self._with_index(methodcaller("complete", done, owner))
+        for path in (self.claim.folder / PARTIAL).glob(f"{owner}.*"):
+            path.unlink(missing_ok=True)
+        self._with_index(methodcaller("cancel", left, owner))
 
     def _is_complete(self, address: bytes) -> bool:
         """Whether the file of a chunk is in its place, with a header of its own. Its payload is checked when read."""
@@ -347,5 +378,13 @@ class ChunkStore:
             except (ValueError, OSError):
                 pass
             with contextlib.suppress(OSError):
-                os.unlink(entry.path)
+                _remove_path(Path(entry.path))
         return [(address, num_bytes) for _, address, num_bytes in sorted(found)]
+
+
+def _remove_path(path: Path) -> None:
+    """Remove what is at a chunk's place, whatever it is. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

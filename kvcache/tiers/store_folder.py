@@ -155,8 +155,11 @@ class FolderClaim:
                 self._deployment_fd = self._enter(deployment)
                 break
         self.owner = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._owner_fd = os.open(folder / OWNERS / self.owner, _OPEN, 0o600)
-        fcntl.flock(self._owner_fd, fcntl.LOCK_EX)
+        try:
+            self._owner_fd = self._make_owner()
+        except BaseException:
+            os.close(self._deployment_fd)
+            raise
 
     def _enter(self, deployment: str) -> int:
         """Open the file that says who uses the folder, with a shared lock on it."""
@@ -174,6 +177,15 @@ class FolderClaim:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
+    def _make_owner(self) -> int:
+        """Make and lock the file of this process; another one that found it before it was locked has removed it."""
+        while True:
+            fd = os.open(self.folder / OWNERS / self.owner, _OPEN, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)
+
     def path_of(self, address: bytes) -> Path:
         """The file of a complete chunk."""
         return self.folder / CHUNKS / address.hex()
@@ -181,6 +193,10 @@ class FolderClaim:
     def partial_of(self, address: bytes) -> Path:
         """The file of a chunk that this process is writing."""
         return self.folder / PARTIAL / f"{self.owner}.{address.hex()}"
+
+    def owners(self) -> set[str]:
+        """The processes that use the folder, and those that died and were not yet forgotten."""
+        return set(os.listdir(self.folder / OWNERS))
 
     def dead_owners(self) -> Iterator[str]:
         """The processes that died while they used the folder; each is forgotten once the caller asks for the next."""
@@ -211,7 +227,7 @@ class FolderClaim:
         self._owner_fd = -1
         with contextlib.suppress(OSError), _hold_lock(self.folder):
             if remove and _is_unused(self._deployment_fd):
-                shutil.rmtree(self.folder, ignore_errors=True)
+                _remove_folder(self.folder)
         os.close(self._deployment_fd)
 
 
@@ -222,6 +238,13 @@ def _is_unused(deployment_fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder whose lock the caller holds: first under its name, so that nobody claims what is just going."""
+    gone = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    os.rename(folder, gone)
+    shutil.rmtree(gone)
 
 
 def remove_leftovers(base: Path, prefix: str, keep: str = "") -> int:
@@ -244,6 +267,6 @@ def remove_leftovers(base: Path, prefix: str, keep: str = "") -> int:
                     finally:
                         os.close(fd)
                 if unused:
-                    shutil.rmtree(folder)
+                    _remove_folder(folder)
                     removed += 1
     return removed

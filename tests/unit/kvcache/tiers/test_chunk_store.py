@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from diptych.errors import ConfigError, CorruptChunk
-from kvcache.tiers.chunk_index import INDEX_VERSION
-from kvcache.tiers.chunk_store import ChunkStore, NewChunk
+from kvcache.tiers.chunk_index import INDEX_BYTES, INDEX_VERSION, ROW_BYTES, ChunkIndex
+from kvcache.tiers.chunk_store import ChunkStore, NewChunk, file_bytes
 from kvcache.tiers.store_folder import INDEX_FILE, check_unused, remove_leftovers
 from tests.unit.kvcache.tiers.stored_chunks import (
+    CHUNK_BYTES,
     address_of,
     bytes_in,
     content_of,
@@ -76,7 +78,9 @@ def test_the_bound_holds_whatever_is_stored(tmp_path: Path) -> None:
     store, rng = open_store(tmp_path / "kv", 12), random.Random(1)
     for _ in range(60):
         store.store([new_chunk(rng.randrange(40)) for _ in range(rng.randrange(1, 8))])
-        assert bytes_in(tmp_path / "kv") <= store.capacity_bytes
+        chunks = bytes_in(tmp_path / "kv" / "chunks") + bytes_in(tmp_path / "kv" / "partial")
+        assert chunks <= 12 * file_bytes(CHUNK_BYTES)
+        assert bytes_in(tmp_path / "kv") - chunks <= INDEX_BYTES + 12 * ROW_BYTES
         assert store.count()[1] <= store.capacity_bytes
     assert store.count()[0] == 12
     store.close()
@@ -96,7 +100,7 @@ def test_a_chunk_that_is_read_is_not_removed_meanwhile(tmp_path: Path) -> None:
     store.close()
 
 
-INJURIES = ("flip", "header", "cut", "longer", "swap", "rename", "empty", "link", "fifo")
+INJURIES = ("flip", "header", "cut", "longer", "swap", "rename", "empty", "link", "fifo", "folder")
 
 
 @pytest.mark.parametrize("injury", INJURIES)
@@ -129,6 +133,10 @@ def test_files_that_are_not_what_their_names_say_are_found(store: ChunkStore, in
             case "fifo":
                 one.unlink()
                 os.mkfifo(one)
+            case "folder":
+                one.unlink()
+                one.mkdir()
+                (one / "file").touch()
         with pytest.raises(CorruptChunk):
             read_number(store, start)
         with pytest.raises(KeyError):
@@ -303,3 +311,64 @@ def test_a_full_disk_stores_nothing_and_leaves_nothing(
         store.store([new_chunk(1), new_chunk(2)])
     assert store.count() == before and not list((store.claim.folder / "partial").iterdir())
     assert read_number(store, 0) == content_of(0)
+
+
+@pytest.mark.parametrize("fails", ["complete", "cancel"])
+def test_what_a_locked_index_could_not_settle_is_settled_later(
+    store: ChunkStore, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def locked(*_: object) -> list[bytes]:
+        raise sqlite3.OperationalError("database is locked")
+
+    lost = NewChunk(address_of(1), 0, new_chunk(1).views, lambda: False)
+    monkeypatch.setattr(ChunkIndex, fails, locked)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        store.store([new_chunk(0), lost])
+    monkeypatch.undo()
+    assert store.find([address_of(n) for n in range(2)]) == {address_of(0)}
+    assert store.count() == (1, room_for(1) - room_for(0)) and read_number(store, 0) == content_of(0)
+    assert store.store([new_chunk(1)]) == [address_of(1)]
+
+
+def test_reservations_of_a_process_without_a_file_are_cleared_away(store: ChunkStore) -> None:
+    store._with_index(
+        lambda index: index.reserve([(address_of(0), 0, 100)], 1 << 20, "1-gone", lambda _: True)
+    )
+    store.reclaim_dead()
+    assert store.count() == (0, 0) and store.store([new_chunk(0)]) == [address_of(0)]
+
+
+def test_the_file_of_a_process_that_was_found_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, list[str]()
+
+    def remove_first(fd: int, kind: int) -> None:
+        for path in (tmp_path / "kv" / "owners").glob("*"):
+            if not removed and os.fstat(fd).st_ino == path.stat().st_ino:
+                path.unlink()
+                removed.append(path.name)
+        lock(fd, kind)
+
+    monkeypatch.setattr("kvcache.tiers.store_folder.fcntl.flock", remove_first)
+    store = open_store(tmp_path / "kv")
+    assert removed == [store.claim.owner] and store.claim.owners() == {store.claim.owner}
+    store.close()
+
+
+def test_a_folder_that_goes_can_be_claimed_at_once_and_no_descriptor_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, after = shutil.rmtree, list[ChunkStore]()
+
+    def claim_meanwhile(path: Path) -> None:
+        after.append(open_store(tmp_path / "kv"))
+        remove(path)
+
+    before = len(os.listdir("/proc/self/fd"))
+    store = open_store(tmp_path / "kv", removes=True)
+    monkeypatch.setattr("kvcache.tiers.store_folder.shutil.rmtree", claim_meanwhile)
+    store.close()
+    assert after[0].store([new_chunk(0)]) == [address_of(0)] and os.listdir(tmp_path) == ["kv"]
+    after[0].close()
+    assert len(os.listdir("/proc/self/fd")) == before

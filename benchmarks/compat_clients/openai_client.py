@@ -43,6 +43,19 @@ def chat_tool(client: Any) -> None:
     assert client.chat.completions.create(messages=messages, **asked).choices[0].finish_reason
 
 
+def parsed_tool(client: Any) -> None:
+    """The same with a call that the client has parsed, which it sends back so."""
+    function = {"name": "get_weather", "parameters": WEATHER, "strict": True}
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    asked = {"model": MODEL, "tools": [{"type": "function", "function": function}], "max_tokens": 512}
+    answer = client.chat.completions.parse(messages=messages, tool_choice="required", **asked)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert set(call.function.parsed_arguments) == {"city"}
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    assert client.chat.completions.create(messages=messages, **asked).choices[0].finish_reason
+
+
 def response_turns(client: Any) -> None:
     """Two turns of responses, the second one streamed, and a round with a tool."""
     first = client.responses.create(
@@ -67,4 +80,5 @@ if __name__ == "__main__":
         opened.completions.create(model=MODEL, prompt="The sea", max_tokens=8)
         chat_turns(opened)
         chat_tool(opened)
+        parsed_tool(opened)
         response_turns(opened)

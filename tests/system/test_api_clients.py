@@ -38,7 +38,11 @@ def test_what_other_servers_add_to_an_answer_is_accepted_as_history(http: httpx.
         "role": "assistant", "content": "Hello", "refusal": None, "annotations": [{"type": "url_citation"}],
         "audio": None, "function_call": None, "tool_calls": [], "reasoning": "hm", "name": None,
     }  # fmt: skip
-    body = {"model": "toy", "max_tokens": 3, "messages": [*HI, answer, *HI]}
+    kept = {
+        "role": "user",
+        "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+    }
+    body = {"model": "toy", "max_tokens": 3, "messages": [*HI, answer, kept]}
     response = http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
 

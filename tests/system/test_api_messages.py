@@ -252,6 +252,17 @@ def test_an_answer_sent_back_is_the_prompt_it_came_from(gateway: Running, http: 
     assert TEXT in shown_prompt(gateway) and '"name": "jump"' in shown_prompt(gateway)
 
 
+def test_a_message_of_the_system_is_shown_as_long_as_it_says(gateway: Running, http: httpx.Client) -> None:
+    said = {"role": "system", "content": "Be quick.", "output_config": {"effort": "low"}}
+    for clear_at, is_last, is_shown in (
+        ("next_user_message", False, False), ("next_user_message", True, True), ("never", False, True)
+    ):  # fmt: skip
+        brief = {**said, "clear_at": clear_at}
+        sent = [*HI, brief] if is_last else [*HI, brief, {"role": "assistant", "content": "Hello."}, *HI]
+        play(gateway, http, Conversation("", "", messages=sent), False)
+        assert ("Be quick." in shown_prompt(gateway)) is is_shown
+
+
 def test_thinking_can_be_turned_off(gateway: Running, http: httpx.Client) -> None:
     play(gateway, http, Conversation("", "", fields={"thinking": {"type": "disabled"}}), False)
     assert "<think>\n\n</think>" in shown_prompt(gateway)
@@ -381,6 +392,7 @@ def test_a_key_is_needed_in_either_header(gateway: Running) -> None:
      "thinking.type"),
     ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": True}}, "invalid_value",
      "thinking.type"),
+    ({"messages": [{**HI[0], "clear_at": "never"}]}, "invalid_value", "messages[0].clear_at"),
     ({"metadata": {"x": "u"}}, "unrecognized_request_argument", "metadata.x"),
 ])
 # fmt: on
@@ -391,9 +403,12 @@ def test_what_is_refused_is_named(http: httpx.Client, fields: dict[str, Any], co
 
 def test_what_asks_for_nothing_is_accepted(http: httpx.Client) -> None:
     fields: dict[str, Any] = {
-        "metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "container": None,
+        "metadata": {"user_id": "u"}, "service_tier": "auto", "container": None,
+        "cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global", "evicts": False},
+        "thinking": {"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "drop_block"}},
         "inference_geo": "eu", "speed": "standard", "diagnostics": {}, "user_profile_id": "u", "workspace_id": "w",
-        "mcp_servers": [], "output_config": {"effort": "high"}, "stop_sequences": [],
+        "mcp_servers": [], "stop_sequences": [],
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 9}},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }  # fmt: skip
     answer = http.post("/v1/messages", json={"model": "toy", "max_tokens": 3, "messages": HI, **fields})

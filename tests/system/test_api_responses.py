@@ -1,4 +1,4 @@
-"""27 conversations over `/v1/responses`, each as a stream and whole: the order and the fields of every event, what
+"""28 conversations over `/v1/responses`, each as a stream and whole: the order and the fields of every event, what
 the client sees, and what the workers are asked for.
 """
 
@@ -69,6 +69,12 @@ CONVERSATIONS = [
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [
             {"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]},
         {"role": "user", "content": "go on"}]),
+    Conversation("what clients keep of an answer", "message", sent=[
+        {"type": None, "role": "user", "name": "ada", "content": "hi"},
+        {"type": "message", "role": "assistant", "end_turn": True, "content": [
+            {"type": "output_text", "text": "{}", "parsed": {}}]},
+        {"type": "function_call", "call_id": "c1", "name": "jump", "arguments": "{}", "parsed_arguments": {}},
+        {"type": "function_call_output", "call_id": "c1", "output": "high"}], fields={"tools": TOOLS}),
     Conversation("a refusal in the history", "message", sent=[
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},

@@ -68,6 +68,19 @@ def test_a_whole_answer_has_its_calls(client: openai.OpenAI) -> None:
     assert len(choice.logprobs.content or ()) == answer.usage.completion_tokens - 1
 
 
+def test_a_parsed_answer_is_sent_back_as_it_is(client: openai.OpenAI) -> None:
+    """The client adds to answers what it has read of them, and sends that back."""
+    tools: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    parse = client.chat.completions.parse
+    message = parse(model="toy", messages=HI, tools=tools, tool_choice="required").choices[0].message
+    calls: Any = message.tool_calls
+    assert calls[0].function.parsed_arguments == {"x": 1}
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls]
+    for sent in (message, message.model_dump()):
+        messages: Any = [*HI, sent, *results]
+        assert parse(model="toy", messages=messages, tools=tools).choices[0].message.content == "One moment."
+
+
 def test_a_stream_sends_id_and_name_once_and_then_arguments(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="toy", messages=HI, tools=TOOLS, stream=True, logprobs=True)
     heads: list[tuple[int, str | None, str | None]] = []

@@ -96,8 +96,12 @@ def list_messages(request: ConversationFields) -> BlockMessages:
     system = _read_system(request)
     if system:
         found.messages, found.places = [Message(role="system", content=system)], ["system"]
+    last = max((i for i, message in enumerate(request.messages) if message.role == "user"), default=-1)
     for i, message in enumerate(request.messages):
-        found.add_message(message, f"messages[{i}]")
+        if message.clear_at is not None and message.role != "system":
+            raise invalid_value_error(f"messages[{i}].clear_at", "needs 'role' to be 'system'")
+        if message.clear_at != "next_user_message" or i > last:
+            found.add_message(message, f"messages[{i}]")
     return found
 
 

@@ -82,6 +82,6 @@ def _parse_tool_call(call: PastCall, where: str) -> dict[str, Any]:
         arguments = msgspec.json.decode(arguments) if arguments else {}
     return {
         **({} if call.id is None else {"id": call.id}),
-        "type": call.type,
+        "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }

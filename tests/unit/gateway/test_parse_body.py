@@ -9,6 +9,7 @@ import pytest
 
 from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
+from services.gateway.openai.chat_messages import parse_chat_messages
 from services.gateway.openai.parse_body import json_depth, parse_body
 from services.gateway.openai.schemas.message_parts import RefusalPart, TextPart
 from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest
@@ -78,6 +79,14 @@ def test_errors_name_the_field(change: dict[str, object], code: str, param: str)
     assert (error.code, error.param) == (code, param)
     assert "`" not in error.message
     assert "$" not in error.message
+
+
+def test_what_clients_keep_of_a_call_is_accepted() -> None:
+    kept = called(function={"name": "f", "parsed_arguments": None}, type=None, extra_content={"google": {}})
+    message = parse_body(msgspec.json.encode({**GOOD, "messages": [kept]}), ChatRequest, 64).messages[0]
+    assert parse_chat_messages([message])[0]["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -17,11 +17,13 @@ class CacheBreakpoint(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["explicit"]
 
 
-class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """The same in Anthropic's words, with how long."""
+class CacheControl(Struct, frozen=True):
+    """The same in Anthropic's words, with how long. As nothing follows from it, it may have other fields too."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    # Claude Code says with whom a prefix may be shared.
+    scope: str | None = None
 
 
 class Part(TypedObject):
@@ -34,7 +36,9 @@ class TextPart(Part, Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
 
+    # Without effect: prefixes are cached anyway.
     prompt_cache_breakpoint: CacheBreakpoint | None = None
+    cache_control: CacheControl | None = None
 
 
 class RefusalPart(Part, Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +56,8 @@ Part.kinds, Part.other = {"text": TextPart, "refusal": RefusalPart}, OtherPart
 class PastFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
+    # What OpenAI's client has read of the arguments; it sends it back.
+    parsed_arguments: Any = None
 
 
 class PastCall(TypedObject):
@@ -62,10 +68,11 @@ class PastCall(TypedObject):
 
 class PastFunctionCall(PastCall, Struct, frozen=True, forbid_unknown_fields=True):
     function: PastFunction
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     id: str | None = None
-    # What clients keep that put an answer together from a stream.
+    # What clients keep that put an answer together from a stream, and what other servers gave beside a call.
     index: int | None = None
+    extra_content: dict[str, Any] | None = None
 
 
 class OtherCall(PastCall, Struct, frozen=True):

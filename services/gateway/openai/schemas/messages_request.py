@@ -16,6 +16,10 @@ from services.gateway.openai.schemas.server_fields import ServerFields
 class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | BlockList
+    # Until when a message of the system is shown.
+    clear_at: Literal["next_user_message", "never"] | None = None
+    # The effort of one turn; it has no effect here.
+    output_config: dict[str, Any] | None = None
 
 
 class ToolPick(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +32,8 @@ class ThinkingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
+    # What is done with thoughts of other conversations; it has no effect here, for none is checked.
+    block_binding: dict[str, Any] | None = None
 
 
 class MessageFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +56,8 @@ class Diagnostics(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OutputOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: MessageFormat | None = None
+    # What the whole of a task may cost; it has no effect here.
+    task_budget: dict[str, Any] | None = None
 
 
 class ConversationFields(ServerFields, kw_only=True, forbid_unknown_fields=True):

@@ -95,6 +95,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # Fields of earlier answers, which clients send back.
     annotations: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+    parsed: Any = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 

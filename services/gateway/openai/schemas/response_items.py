@@ -32,6 +32,8 @@ class AnswerTextPart(ItemPart, Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     annotations: Annotated[list[dict[str, Any]], Meta(max_length=4096)] | None = None
     logprobs: list[dict[str, Any]] | None = None
+    # What OpenAI's client has read of the text.
+    parsed: Any = None
 
 
 class PlainTextPart(ItemPart, Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,11 +85,13 @@ class InputItemFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class MessageInput(InputItem, InputItemFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemText
-    # Whether an earlier answer's message was its last one; it says nothing to the model.
+    # Whether an earlier answer's message was its last one, and who wrote it; it says nothing to the model.
     phase: Literal["commentary", "final_answer"] | None = None
+    is_last: bool | None = field(name="end_turn", default=None)
+    name: ShortText | None = None
 
 
 class CallInput(InputItem, InputItemFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,6 +99,8 @@ class CallInput(InputItem, InputItemFields, frozen=True, forbid_unknown_fields=T
     call_id: ShortText
     name: ShortText
     arguments: str
+    # What OpenAI's client has read of the arguments.
+    parsed_arguments: Any = None
     # Refused, unless they ask for nothing.
     caller: Caller | None = None
     namespace: ShortText | None = None

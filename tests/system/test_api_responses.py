@@ -143,6 +143,7 @@ def test_conversations(gateway: Running, http: httpx.Client, conversation: Conve
         assert response["status"] == conversation.status
         statuses = [item["status"] for item in response["output"]]
         assert statuses == ["completed"] * (len(statuses) - 1) + [conversation.status]
+    assert streamed["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
 def test_each_text_has_its_own_log_probabilities(gateway: Running, http: httpx.Client) -> None:

@@ -15,7 +15,6 @@ from services.gateway.openai.schemas.messages_request import (
     ConversationFields,
     CountTokensRequest,
     MessagesRequest,
-    OutputOptions,
     ThinkingOptions,
     ToolPick,
 )
@@ -135,7 +134,8 @@ def _translate(
 def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     """The fields of a chat that say whether and how much the model thinks, and those of this server.
 
-    A model without thoughts has none, whatever may be spent on them; one without efforts makes none.
+    A model without thoughts has none, whatever may be spent on them; one without efforts makes none, and so does one
+    that shall not think: clients set both on their own.
     """
     options, thinking, config = server_options(request), request.thinking, request.output_config
     template, given = rules.tokenizer.template, request.chat_template_kwargs or {}
@@ -144,13 +144,9 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     effort = config.effort if config is not None and has_effort else None
     if thinking is None:
         return options | {"reasoning_effort": effort}
-    _check_thinking(thinking, config)
+    _check_thinking(thinking)
     if thinking.type == "disabled":
         return options | {"reasoning_effort": "none"}
-    if any(given.get(name, True) is not True for name in switches):
-        raise invalid_value_error(
-            "thinking.type", "and 'chat_template_kwargs' say different things of thinking"
-        )
     thinks = rules.markup is not None and rules.markup.thinks
     return options | {
         "reasoning_effort": effort,
@@ -159,7 +155,7 @@ def _think(request: ConversationFields, rules: RequestRules) -> dict[str, Any]:
     }
 
 
-def _check_thinking(thinking: ThinkingOptions, config: OutputOptions | None) -> None:
+def _check_thinking(thinking: ThinkingOptions) -> None:
     """Refuse what is said of thoughts where there are none. Raises RequestError (400)."""
     if thinking.type == "between_tools":
         raise unsupported_error("thinking.type", "cannot be 'between_tools'; send 'adaptive'")
@@ -170,10 +166,6 @@ def _check_thinking(thinking: ThinkingOptions, config: OutputOptions | None) -> 
     if thinking.type == "disabled" and thinking.display is not None:
         raise invalid_value_error(
             "thinking.display", "needs 'thinking.type' to be another one than 'disabled'"
-        )
-    if thinking.type == "disabled" and config is not None and config.effort is not None:
-        raise invalid_value_error(
-            "output_config.effort", "needs 'thinking.type' to be another one than 'disabled'"
         )
 
 

@@ -18,10 +18,10 @@ SWITCHES = ("enable_thinking", "thinking")
 
 
 def choose_template_options(request: ChatRequest, rules: RequestRules) -> dict[str, Any] | None:
-    """The variables of the chat template: those that `reasoning_effort` sets, and those that the client gives.
+    """The variables of the chat template: those that the client gives, and else those that `reasoning_effort` sets.
 
     Raises:
-        RequestError: 400, the template cannot do what the effort asks for, or the client's variables say otherwise.
+        RequestError: 400, the template cannot do what the effort asks for.
     """
     effort, given = request.reasoning_effort, request.chat_template_kwargs
     template = rules.tokenizer.template
@@ -29,11 +29,6 @@ def choose_template_options(request: ChatRequest, rules: RequestRules) -> dict[s
         return given
     switches = [name for name in SWITCHES if name in template.options]
     thinks = effort != "none"
-    for name in switches:
-        if given is not None and given.get(name, thinks) != thinks:
-            raise invalid_value_error(
-                EFFORT, f"and 'chat_template_kwargs.{name}' say different things of thinking"
-            )
     options: dict[str, Any] = dict.fromkeys(switches, thinks)
     if not thinks:
         if not switches and rules.markup is not None and rules.markup.thinks:

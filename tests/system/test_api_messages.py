@@ -165,11 +165,16 @@ def test_arguments_that_a_grammar_binds_are_sent_as_they_come(gateway: Running, 
     assert len(partial_pieces(read_events(play(gateway, http, ended, True).text))) == 1
 
 
-def test_a_bound_call_that_does_not_end_is_not_to_be_run(gateway: Running, http: httpx.Client) -> None:
-    """No grammar allows it to end here; should it do so, clients drop what is cut."""
-    conversation = Conversation("", "", JUMP[:47], fields={"tools": TOOLS})
+@pytest.mark.parametrize(
+    ("said", "arguments"), [(JUMP[:47], '{"x":'), (JUMP.replace('"x": 1', '"x": oops'), '{"x": oops}')]
+)
+def test_a_bound_call_without_an_object_is_not_to_be_run(
+    gateway: Running, http: httpx.Client, said: str, arguments: str
+) -> None:
+    """No grammar allows it; should it come, clients drop what is cut."""
+    conversation = Conversation("", "", said, fields={"tools": TOOLS})
     events = read_events(play(gateway, http, conversation, True).text)
-    assert "".join(partial_pieces(events)) == '{"x":'
+    assert "".join(partial_pieces(events)) == arguments
     assert events[-2]["delta"]["stop_reason"] == "max_tokens" and events[-1] == {"type": "message_stop"}
 
 

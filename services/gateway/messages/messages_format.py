@@ -49,7 +49,6 @@ from services.gateway.openai.schemas.messages_objects import (
 )
 from services.gateway.openai.schemas.response_schema import DetailsField, Usage
 from services.gateway.parsing.answer_parts import AnswerPart
-from services.gateway.parsing.text_cursor import ValueScanner
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 SIGNATURE_BYTES = 24
@@ -60,7 +59,7 @@ PREFIX = "msg_"
 class OpenCall:
     """The call that is being written, with the pieces of its arguments and roughly their memory.
 
-    If it is `shown`, the client has them already. `is_marked`: see `AnswerPart`.
+    The client has the first `num_shown` of them already. `is_marked`: see `AnswerPart`.
     """
 
     id: str
@@ -68,9 +67,12 @@ class OpenCall:
     arguments: list[str] = field(default_factory=list)
     num_bytes: int = 0
     is_marked: bool = True
-    shown: bool = False
-    is_whole: bool = False
-    _scanner: ValueScanner = field(default_factory=ValueScanner)
+    num_shown: int = 0
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the arguments are a JSON object."""
+        return _is_object("".join(self.arguments))
 
     def add_arguments(self, text: str) -> None:
         """Add a piece of the arguments."""
@@ -78,13 +80,11 @@ class OpenCall:
         self.num_bytes += CHAR_BYTES * len(text)
 
     def show_arguments(self) -> str:
-        """Remove and return what waits, if it is, or follows, the beginning of an object; else nothing."""
-        text = "".join(self.arguments)
-        begin = 0 if self.shown else len(text) - len(text.lstrip())
-        if not self.shown and text[begin : begin + 1] != "{":
+        """Return what waits, and wait no more, if it is, or follows, the beginning of an object; else nothing."""
+        text = "".join(self.arguments[self.num_shown :])
+        if not self.num_shown and not text.lstrip().startswith("{"):
             return ""
-        self.is_whole = self.is_whole or self._scanner.find_end(text, begin, len(text)) is not None
-        self.arguments, self.num_bytes, self.shown = [], 0, True
+        self.num_shown = len(self.arguments)
         return text
 
 
@@ -205,7 +205,7 @@ class MessagesFormat:
         call = self._call
         assert call is not None
         call.add_arguments(text)
-        was_shown, events = call.shown, list[bytes]()
+        was_shown, events = call.num_shown > 0, list[bytes]()
         shown = call.show_arguments() if self._shows_arguments and call.is_marked else ""
         if shown and not was_shown:
             self._num_calls += 1
@@ -224,8 +224,8 @@ class MessagesFormat:
     def _end_call(self, is_cut: bool = False) -> list[bytes]:
         """The events of the open call, if any, which is complete or cut."""
         call, self._call = self._call, None
-        if call is None or call.shown:
-            self._is_broken |= call is not None and not call.is_whole
+        if call is None or call.num_shown:
+            self._is_broken |= call is not None and not call.is_object
             return []
         block, arguments = self._make_call(call, is_cut), "".join(call.arguments)
         events = self._end_block()

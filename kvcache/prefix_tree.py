@@ -58,18 +58,18 @@ class PrefixNode:
     """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has.
 
     `lent` of its `refs` holders hold it only as long as no other sequence wants its slab (`kvcache.lending`), and no
-    other ever held it if `only_lent`. `depth` is the number of chunks before it. Once it is `evicted` its slab may be
-    written: whoever reads the slab in another thread looks at that afterwards.
+    other ever held it if `only_lent`. `depth` is the number of chunks before it. A `doubtful` one is not stored. Once
+    it is `evicted` its slab may be written: whoever reads the slab in another thread looks at that afterwards.
     """
 
     __slots__ = (
-        "__weakref__", "children", "depth", "evicted", "key", "lent", "only_lent", "parent", "refs", "slab",
+        "__weakref__", "children", "depth", "doubtful", "evicted", "key", "lent", "only_lent", "parent", "refs", "slab",
     )  # fmt: skip
 
     def __init__(self, key: bytes, slab: int, parent: PrefixNode | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.evicted = False
+        self.evicted = self.doubtful = False
         self.refs = 0
         self.lent = 0
         self.only_lent = False
@@ -92,8 +92,10 @@ class PrefixTree:
         # Number of chunks that only sequences hold which would give them back.
         self.num_lent = 0
         # Called with chunks whose last holder has just released them, the deepest first; without those that were only
-        # ever lent, and those that nobody may use again.
+        # ever lent, and those that are in doubt.
         self.on_released: Callable[[list[PrefixNode]], None] | None = None
+        # Called with the addresses of chunks that are in doubt, so that copies of them go as well.
+        self.on_forgotten: Callable[[list[bytes]], None] | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -179,7 +181,7 @@ class PrefixTree:
         for _, node in reversed(list(first)):
             self._unheld.move_to_end(node.key, last=False)
         if self.on_released is not None and keep:
-            self.on_released([node for node in gone_nodes if not node.only_lent])
+            self.on_released([node for node in gone_nodes if not (node.only_lent or node.doubtful)])
 
     def evict_chunks(self, n: int) -> list[int]:
         """Remove the first `n` unheld chunks, or all if fewer; returns their slabs.
@@ -198,7 +200,14 @@ class PrefixTree:
         return slabs
 
     def forget_nodes(self, nodes: Sequence[PrefixNode]) -> list[int]:
-        """Remove those of `nodes`, a path from the root, without holders and children; returns their slabs."""
+        """Remove those of `nodes`, a path from the root, without holders and children; returns their slabs.
+
+        All are in doubt from now on.
+        """
+        for node in nodes:
+            node.doubtful = True
+        if self.on_forgotten is not None and nodes:
+            self.on_forgotten([node.key for node in nodes])
         slabs = []
         for node in reversed(nodes):
             if node.refs or node.children:

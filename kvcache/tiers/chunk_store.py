@@ -238,25 +238,14 @@ class ChunkStore:
 
     # ---- what goes
 
+    def remove(self, addresses: Sequence[bytes]) -> set[bytes]:
+        """Remove chunks; returns those that are here still, since somebody reads them."""
+        self._with_index(lambda index: index.remove(addresses, self._drop_file))
+        return self.find(addresses)
+
     def _drop_file(self, address: bytes) -> bool:
         """Remove the file of a chunk; False while somebody reads it."""
-        path = self.claim.path_of(address)
-        try:
-            fd = os.open(path, _READ)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            fd = -1
-        try:
-            if fd >= 0:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_path(path)
-        except OSError:
-            return False
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        return True
+        return _drop_unread(self.claim.path_of(address))
 
     def _discard(self, address: bytes) -> None:
         """Remove what is in the place of a chunk and is not that chunk."""
@@ -388,3 +377,23 @@ def _remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _drop_unread(path: Path) -> bool:
+    """Remove a file; False while somebody reads it."""
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        fd = -1
+    try:
+        if fd >= 0:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_path(path)
+    except OSError:
+        return False
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return True

@@ -53,6 +53,8 @@ class _Tier:
         self._counted_s, self._count = float("-inf"), (0, 0)
         # Where chunks are verified, before they are copied into slabs.
         self._chunk = bytearray()
+        # Addresses of chunks that nobody may use any more, and which could not be removed.
+        self.doubtful: set[bytes] = set()
 
     def stats(self) -> TierStats:
         """What the worker says of the tier."""
@@ -83,6 +85,11 @@ class _Tier:
         chunk = memoryview(self._chunk)[:num_bytes]
         self.store.read(address, [chunk])
         return chunk
+
+    def remove_doubtful(self) -> None:
+        """Remove the chunks that are in doubt. Called by its thread."""
+        if self.doubtful:
+            self.doubtful = self.store.remove(sorted(self.doubtful))
 
     def measure(self, address: bytes, clock: Callable[[], float]) -> None:
         """Read a chunk for nobody, unless the rate was measured lately: a tier that was slow may be faster now."""
@@ -130,7 +137,7 @@ class WorkerTiers:
             tier.thread.open()
             tier.thread.ask_idle(partial(self._count, tier))
         for tree in self._trees:
-            tree.on_released = self._on_released
+            tree.on_released, tree.on_forgotten = self._on_released, self._on_forgotten
 
     def notify(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from another thread, when there are answers."""
@@ -139,7 +146,7 @@ class WorkerTiers:
     def close(self) -> None:
         """End the threads and close the stores. Idempotent."""
         for tree in self._trees:
-            tree.on_released = None
+            tree.on_released = tree.on_forgotten = None
         for tier in self._tiers.values():
             tier.thread.close()
         for tier in self._tiers.values():
@@ -158,10 +165,21 @@ class WorkerTiers:
         for start in range(0, len(nodes), BATCH_CHUNKS):
             self._host_thread.add_batch(nodes[start : start + BATCH_CHUNKS])
 
+    def _on_forgotten(self, addresses: list[bytes]) -> None:
+        """Remove the copies of chunks that are in doubt, before anything else is looked up or stored."""
+        for tier in self._tiers.values():
+            tier.thread.ask(partial(self._remove, tier, addresses))
+
+    def _remove(self, tier: _Tier, addresses: list[bytes]) -> None:
+        """Remove chunks from a tier. What cannot be removed now is not found here, and tried again."""
+        tier.doubtful.update(addresses)
+        tier.remove_doubtful()
+
     def _store_nodes(self, nodes: list[PrefixNode]) -> None:
         """Store chunks of the prefix tree in the host tier."""
         tier = self._tiers[HOST]
-        present = [node for node in nodes if not node.evicted]
+        tier.remove_doubtful()
+        present = [node for node in nodes if _is_intact(node)]
         chunks = [
             NewChunk(node.key, node.depth, self._pool.chunk_views(node.slab), partial(_is_intact, node))
             for node in present
@@ -179,7 +197,7 @@ class WorkerTiers:
         if known:
             disk.store.touch(sorted(known))
         for node in nodes:
-            if node.key not in known:
+            if node.key not in known and not node.doubtful:
                 try:
                     view = host.read_bytes(node.key)
                 except (KeyError, CorruptChunk):
@@ -218,7 +236,8 @@ class WorkerTiers:
             return
         tier, keys = self._tiers[name], restore.missing_keys
         try:
-            for address in tier.store.find([key for key in keys if key not in found]):
+            tier.remove_doubtful()
+            for address in tier.store.find([key for key in keys if key not in found]) - tier.doubtful:
                 found[address] = name
         except STORE_ERRORS as error:
             tier.thread.note_failure(error)
@@ -287,5 +306,5 @@ class WorkerTiers:
 
 
 def _is_intact(node: PrefixNode) -> bool:
-    """Whether the slab of a chunk has held that chunk until now."""
-    return not node.evicted
+    """Whether the slab of a chunk has held that chunk until now, and nobody doubts it."""
+    return not (node.evicted or node.doubtful)

@@ -65,7 +65,9 @@ class OutputPiece:
     def part_ranges(self) -> Iterator[tuple[AnswerPart | None, int]]:
         """The parts, each with the index behind its last token; None: there are no parts."""
         stop = len(self.scored) if self.stop is None else self.stop
-        for i, part in enumerate(self.parts or (None,)):
+        if not self.parts:
+            yield None, stop
+        for i, part in enumerate(self.parts):
             yield part, self.part_stops[i] if i < len(self.part_stops) else stop
 
 

@@ -11,11 +11,12 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import RequestFailure
 from diptych.request import SamplingParams, Tenancy
 from services.gateway.openai.chat_messages import parse_chat_messages
+from services.gateway.openai.parse_body import parse_body
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.resolve import make_prompt, resolve_completion
 from services.gateway.openai.schemas.request_schema import (
+    ChatRequest,
     CompletionRequest,
-    Message,
     ResponseFormat,
 )
 from services.gateway.openai.validate import (
@@ -216,7 +217,8 @@ def test_models_are_known_by_name(rules: RequestRules) -> None:
 
 
 def parse_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return parse_chat_messages(msgspec.convert(list(messages), list[Message]))
+    body = msgspec.json.encode({"model": "toy", "messages": messages})
+    return parse_chat_messages(parse_body(body, ChatRequest, 16).messages)
 
 
 def test_text_parts_are_joined() -> None:

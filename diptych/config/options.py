@@ -255,9 +255,7 @@ class Config(BaseSettings):
     )
     prefill_yields: Annotated[
         str, one_of("auto", "always", "never"), Listing(ENGINE, WORKER_COMMANDS, rare=True)
-    ] = Field(
-        default="never", description="Threads that wake interrupt prompts; auto: where cores are shared"
-    )
+    ] = Field(default="never", description="Threads that wake interrupt prompts; auto: on shared cores")
 
     host: Annotated[Host, Listing(HTTP, GATEWAY_COMMANDS)] = Field(
         default="127.0.0.1", description="Address to listen on"

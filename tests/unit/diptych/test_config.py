@@ -84,10 +84,15 @@ def test_every_setting_is_read_from_all_three_sources(one: Any, yaml: Path) -> N
     text = "::1" if one.name == "host" else example(one.kind)
     if one.default is True:
         text = "false"
+    if one.default == text:
+        text = "always"
     yaml.write_text(f"{one.name.replace('_', '-')}: {text}\n")
     command = one.commands[0]
     apart = {"role": "prefill", "channel": "tcp://a:1", "keys_dir": "/k"}
     need = {name: value for name, value in apart.items() if name != one.name} if command != "serve" else {}
+    if one.name in ("kv_disk_bytes", "kv_disk_folder"):
+        below = {"kv_host_bytes": "1GiB", "kv_disk_bytes": "1GiB", "kv_disk_folder": "/kv"}
+        need = {name: value for name, value in below.items() if name != one.name}
     if one.name == "trace_sample":
         need = {"otlp_traces_endpoint": "http://collector:4318/v1/traces"}
     if one.name.startswith("bulk") and one.name != "bulk_slice_ms":

@@ -24,7 +24,6 @@ MAX_IGNORED = 16
 
 JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# One for each `TypedObject` around the error, and one for where it is in the innermost one.
 ERROR_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 ELEMENT = re.compile(r"\[\d+\]")
 PATH_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
@@ -54,7 +53,7 @@ def parse_body(body: bytes, kind: type[T], max_depth: int, ignored: list[str] | 
         return _decode(body, kind)
     except msgspec.ValidationError as error:
         if ignored is None or not str(error).startswith(UNKNOWN_FIELD):
-            raise validation_error(str(error)) from error
+            raise validation_error(error) from error
         return _parse_known(body, kind, ignored)
 
 
@@ -80,10 +79,10 @@ def _parse_known(body: bytes, kind: type[T], ignored: list[str]) -> T:
             ignored[:] = dict.fromkeys(ignored)
             return known
         except msgspec.ValidationError as error:
-            message, path = _split_path(str(error))
+            message, path = _split_path(error)
             field = ERROR_FIELD.search(message)
             if not message.startswith(UNKNOWN_FIELD) or field is None or len(ignored) == MAX_IGNORED:
-                raise validation_error(str(error)) from error
+                raise validation_error(error) from error
             # Every element of a list that is of the same type is treated alike.
             types = {str(node.get("type")) for node in _find_objects(found, path)}
             path = ELEMENT.sub("[]", path)
@@ -108,19 +107,32 @@ def _find_objects(found: Any, path: str) -> list[dict[str, Any]]:
     return [node for node in nodes if isinstance(node, dict)]
 
 
-def _split_path(message: str) -> tuple[str, str]:
-    """msgspec's message without the path that it ends in, and that path: `messages[2].content[0]`."""
-    path = ""
-    while (found := ERROR_PATH.search(message)) is not None:
+def _split_path(error: msgspec.ValidationError) -> tuple[str, str]:
+    """msgspec's message without the path that it ends in, and that path: `messages[2].content[0]`.
+
+    Each `TypedObject` around the fault has added the path to itself. It is told from the text by its length, since the
+    text may have a name in it that a client has made up.
+    """
+    places = []
+    while isinstance(cause := error.__cause__, ValueError):
+        inner = cause.__cause__
+        if not isinstance(inner, msgspec.ValidationError):
+            break
+        places.append(str(error)[len(str(inner)) :])
+        error = inner
+    message, path = str(error), ""
+    if (found := ERROR_PATH.search(message)) is not None:
         message = message[: found.start()]
-        joint = "." if path and found[1] and found[1][0] != "[" else ""
-        path = f"{path}{joint}{found[1]}"
+        places.append(found[0])
+    for place in places:
+        step = ERROR_PATH.sub(r"\1", place)
+        path += "." * bool(path and step and step[0] != "[") + step
     return message, path
 
 
-def validation_error(message: str) -> RequestError:
-    """msgspec's error message as an OpenAI error, with the field in `param` and in OpenAI's words where it has some."""
-    message, path = _split_path(message)
+def validation_error(error: msgspec.ValidationError) -> RequestError:
+    """msgspec's error as one of OpenAI's, with the field in `param` and in OpenAI's words where it has some."""
+    message, path = _split_path(error)
     field = ERROR_FIELD.search(message)
     inner = ".".join(part for part in (path, field.group(1) if field else "") if part)
     if message.startswith("Object missing required field"):

@@ -105,6 +105,15 @@ def test_what_a_client_wrote_is_cut(huge: bytes, text: bytes) -> None:
     assert (error.message + (error.param or "")).isprintable()
 
 
+def test_a_name_is_never_read_as_a_list_of_places() -> None:
+    # Where each was taken off by itself, this took hours.
+    name = "x" + " - at `$a`" * 200_000
+    assert refused(msgspec.json.encode({**GOOD, name: 1})).code == "unrecognized_request_argument"
+    part = {"type": "text", "text": "x", "f - at `$b`": 1}
+    body = msgspec.json.encode({"model": "toy", "messages": [{"role": "user", "content": [part]}]})
+    assert (refused(body).param or "").startswith("messages[0].content[0].")
+
+
 def test_a_missing_field_is_named() -> None:
     assert refused(b'{"model": "toy"}').param == "messages"
 

@@ -16,6 +16,7 @@ from router.requests.failure_policy import QUARANTINED, WORKER_LOST
 from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import QuarantineFindings
 from router.requests.request_state import RequestState
+from router.routing.policy import forget_lost_tiers
 
 QUARANTINE_TEXT = "workers crashed whenever they worked on this request"
 
@@ -33,6 +34,7 @@ class FleetChanges:
         for change in changes:
             if isinstance(change, WorkerDown):
                 self.pairs.index.forget_worker(change.worker)
+                forget_lost_tiers(self.pairs.index, self.pairs.fleet)
                 self.pairs.auto.forget_worker(change.worker)
                 self._on_worker_lost(change, now_s)
             elif isinstance(change, WorkerUp):

@@ -41,6 +41,8 @@ from router.routing.prefix_index import ChunkNames, PrefixIndex
 DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 2e-2
 # A worker's own speed counts as at most this factor faster or slower than the average of its role.
 MAX_SPEED_RATIO = 2.0
+# How the names begin by which `PrefixIndex` knows the tiers of hosts; no worker has such a name.
+TIERS_PREFIX = "tiers of "
 # The part of the time to compute a token that is saved if it is read back from a tier below the pool.
 RESTORED_SHARE = 0.85
 # A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
@@ -112,7 +114,20 @@ class AnswerLengths:
 
 def tiers_name(worker_state: WorkerState) -> str:
     """The name by which `PrefixIndex` knows what a worker's host stores below the pools; empty without tiers."""
-    return f"tiers of {worker_state.hello.host}" if worker_state.stats.tiers else ""
+    return host_tiers(worker_state.hello.host) if worker_state.stats.tiers else ""
+
+
+def host_tiers(host: str) -> str:
+    """The name by which `PrefixIndex` knows what a host stores below the pools of its workers."""
+    return f"{TIERS_PREFIX}{host}"
+
+
+def forget_lost_tiers(index: PrefixIndex, fleet: Fleet) -> None:
+    """Forget what hosts without a worker had stored: their memory is gone, and a disk may come back elsewhere."""
+    present = {host_tiers(worker_state.hello.host) for worker_state in fleet.workers.values()}
+    for name in index.holders():
+        if name.startswith(TIERS_PREFIX) and name not in present:
+            index.forget_worker(name)
 
 
 def tiers_bytes(worker_state: WorkerState) -> int:

@@ -86,5 +86,9 @@ class PrefixIndex:
         """The worker's life is over, and its cache is gone with it."""
         self._held.pop(worker, None)
 
+    def holders(self) -> list[str]:
+        """The names of all that are assumed to have chunks."""
+        return list(self._held)
+
     def __len__(self) -> int:
         return sum(len(names) for classes in self._held.values() for names in classes.values())

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 PAUSE_S = 10.0
 # A thread that has not come back for this many seconds is not asked: its tier stands still, or is slow.
 STUCK_S = 0.1
+# Most measurements that wait: a busy thread is asked for one with each look-up.
+MAX_IDLE = 16
 # For how long a thread may go on when it is closed, in seconds; one whose disk stands still is left behind.
 CLOSE_S = 2.0
 
@@ -44,7 +46,7 @@ class TierThread(Generic[B]):
         self._clock = clock
         self._news = threading.Condition()
         self._urgent: deque[Job] = deque()
-        self._idle: deque[Job] = deque()
+        self._idle: deque[Job] = deque(maxlen=MAX_IDLE)
         self._batches: deque[B] = deque()
         self._num_waiting, self._closing = 0, False
         # Since when the thread is at its present job, in clock seconds; None while it waits.
@@ -94,7 +96,7 @@ class TierThread(Generic[B]):
             self._news.notify()
 
     def ask_idle(self, job: Job) -> None:
-        """Run `job` when nobody waits for anything, before anything is stored."""
+        """Run `job`, which only measures, when nobody waits for anything; of too many the oldest are left out."""
         with self._news:
             self._idle.append(job)
             self._news.notify()

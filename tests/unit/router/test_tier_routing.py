@@ -8,7 +8,14 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Heartbeat, WorkerStats
 from diptych.stats.tiers import TierStats
 from router.routing.load_ledger import LoadLedger
-from router.routing.policy import RESTORED_SHARE, RoutingNeed, RoutingView, tiers_bytes, tiers_name
+from router.routing.policy import (
+    RESTORED_SHARE,
+    RoutingNeed,
+    RoutingView,
+    forget_lost_tiers,
+    tiers_bytes,
+    tiers_name,
+)
 from router.routing.prefix_index import PrefixIndex
 from tests.unit.router.fleet_views import fleet_of
 
@@ -51,3 +58,18 @@ def test_without_tiers_nothing_else_counts() -> None:
 
 def test_the_largest_tier_has_all_that_is_stored() -> None:
     assert tiers_bytes(view_of(TIERS).fleet.workers["decode-0"]) == 9000
+
+
+def test_what_a_host_stored_is_forgotten_with_its_last_worker() -> None:
+    view = view_of(TIERS)
+    need = need_of(view, 10)
+    tiers = tiers_name(view.fleet.workers["prefill-0"])
+    view.index.record_sent(tiers, need.chunks, 100)
+    view.index.record_sent("prefill-1", need.chunks, 100)
+    for lost in WORKERS[:2]:
+        del view.fleet.workers[lost]
+        forget_lost_tiers(view.index, view.fleet)
+        assert view.index.count_shared(tiers, need.chunks) == 10
+    del view.fleet.workers[WORKERS[2]]
+    forget_lost_tiers(view.index, view.fleet)
+    assert view.index.holders() == ["prefill-1"], "the caches of workers are forgotten by their own names"

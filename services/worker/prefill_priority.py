@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 # Values of `--prefill-yields`.
@@ -73,6 +74,18 @@ def set_slice_ms(slice_ms: float) -> bool:
         return False
     found = _read_attr(numbers[1])
     return found is not None and (found.runtime_ns == wanted_ns or not wanted_ns)
+
+
+def at_usual_slice(open_transport: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """`open_transport` for a thread that a prefill role starts: it, and what a library starts there, inherit the slice
+    of the thread that computes prompts, but have to wake promptly.
+    """
+
+    def open_promptly(transport: str) -> bytes:
+        set_slice_ms(0.0)
+        return open_transport(transport)
+
+    return open_promptly
 
 
 def _read_attr(number: int) -> _SchedAttr | None:

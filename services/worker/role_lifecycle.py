@@ -44,7 +44,7 @@ from kvtransfer.resharding import ShardedPool
 from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLinks
 from prefill_worker.worker import PrefillWorker, TicketIssuer
-from services.worker.prefill_priority import set_slice_ms
+from services.worker.prefill_priority import at_usual_slice, set_slice_ms
 from worker.loop import GatewayLink, LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
 from worker.watchdog import LIMIT_S, STUCK_S, EngineWatchdog
@@ -398,7 +398,7 @@ def _make_prefill_role(
         ledger,
         issuer,
         progress,
-        sources.open_transport,
+        at_usual_slice(sources.open_transport),
         _make_offers(life, link),
     )
     return role, role.close

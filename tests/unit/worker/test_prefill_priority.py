@@ -18,6 +18,7 @@ from services.worker.prefill_priority import (
     SYSCALLS,
     YIELDING_SLICE_MS,
     HostLoad,
+    at_usual_slice,
     choose_slice_ms,
     set_slice_ms,
 )
@@ -77,6 +78,29 @@ def test_a_slice_is_that_of_one_thread_and_can_be_given_back() -> None:
     thread.join()
     assert seen == [YIELDING_SLICE_MS, 0]
     assert (read_slice_ms(), os.getpriority(os.PRIO_PROCESS, 0)) == (before, level)
+
+
+def test_what_opens_a_transport_does_not_keep_the_slice_of_prompts() -> None:
+    needs_kernel()
+    seen: list[float] = []
+
+    def open_transport(transport: str) -> bytes:
+        seen.append(read_slice_ms())
+        return transport.encode()
+
+    def compute_prompts() -> None:
+        usual = read_slice_ms()
+        assert set_slice_ms(YIELDING_SLICE_MS)
+        inner = threading.Thread(target=lambda: at_usual_slice(open_transport)("nixl"))
+        inner.start()
+        inner.join()
+        seen.extend([usual, read_slice_ms()])
+
+    thread = threading.Thread(target=compute_prompts)
+    thread.start()
+    thread.join()
+    within, usual, outside = seen
+    assert within == usual != outside == YIELDING_SLICE_MS
 
 
 def test_no_privilege_is_needed_at_any_nice_level() -> None:

@@ -38,7 +38,10 @@ EARLY = (
     "TRITON_",
     "TORCH_",
     "GLIBC_",
+    "PYTHON",
 )
+# Far beyond what a fork takes, in seconds.
+ANSWER_S = 60.0
 _lock = threading.Lock()
 
 
@@ -61,6 +64,8 @@ class WarmServer:
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )  # fmt: skip
         assert self._line.recv(16) == b"ready", "the process that forks programs has ended"
+        # A program that ends before it answers must not be waited for.
+        self._line.settimeout(ANSWER_S)
         atexit.register(self.close)
 
     @classmethod

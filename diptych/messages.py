@@ -17,7 +17,8 @@ import msgspec
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import CONTINUED, SamplingParams, Tenancy
-from diptych.stats.tiers import WORKER_COUNTERS, TierStats
+from diptych.stats.counters import WORKER_COUNTERS
+from diptych.stats.tiers import TierStats
 
 # A peer that was silent for this long counts as lost; no pause of a healthy process lasts that long.
 SILENCE_S = 10.0

@@ -1,14 +1,9 @@
-"""What a worker reports of the tiers of KV below its pool, and which of its statistics only grow."""
+"""What a worker reports of the tiers of KV below its pool."""
 
 from __future__ import annotations
 
 import msgspec
 
-# The fields of `diptych.messages.WorkerStats` that are numbers and only grow.
-WORKER_COUNTERS = (
-    *("steps", "step_seconds", "step_tokens", "prefix_queries", "prefix_hits", "seat_pauses"),
-    *("bulk_units", "bulk_seconds", "bulk_tokens", "bulk_preemptions", "tier_queries", "tier_hits"),
-)
 # The fields of `TierStats` that only grow.
 _COUNTERS = ("stored_chunks", "restored_chunks", "dropped_chunks", "corrupt_chunks", "failures")
 

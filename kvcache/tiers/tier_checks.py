@@ -18,33 +18,10 @@ from kvcache.tiers.store_folder import check_folder, is_used, using_processes
 # Where host memory that processes share is named, and how the folders of deployments there begin.
 HOST_BASE, HOST_PREFIX = Path("/dev/shm"), "diptych-kv-"
 # File systems that another machine keeps: locks and failures there are others.
-NETWORK_TYPES = frozenset(
-    {
-        *(
-            "nfs",
-            "nfs4",
-            "cifs",
-            "smb3",
-            "smbfs",
-            "ceph",
-            "9p",
-            "glusterfs",
-            "lustre",
-            "afs",
-            "beegfs",
-            "gpfs",
-        ),
-        *(
-            "fuse.sshfs",
-            "fuse.glusterfs",
-            "fuse.s3fs",
-            "fuse.ceph",
-            "fuse.juicefs",
-            "fuse.gcsfuse",
-            "fuse.rclone",
-        ),
-    }
-)
+NETWORK_TYPES = frozenset({
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "9p", "glusterfs", "lustre", "afs", "beegfs", "gpfs",
+    "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.ceph", "fuse.juicefs", "fuse.gcsfuse", "fuse.rclone",
+})  # fmt: skip
 MIB = 1 << 20
 
 

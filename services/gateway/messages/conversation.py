@@ -18,7 +18,7 @@ from services.gateway.openai.schemas.message_parts import PastCall, PastFunction
 from services.gateway.openai.schemas.messages_request import ConversationFields, InputMessage
 from services.gateway.openai.schemas.request_schema import Message
 from services.gateway.openai.schemas.typed_objects import show_type
-from services.gateway.openai.translated import PlacedMessages
+from services.gateway.openai.translated import PlacedMessages, check_caller
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 # What begins the line by which Claude Code is billed. It is another one in each request, so that no prefix would ever
@@ -119,10 +119,7 @@ def _read_system(request: ConversationFields) -> str:
 def _make_call(block: GivenCall, where: str) -> PastCall:
     """A call as chats have it."""
     _check_toolset(block, where)
-    if block.caller is not None and block.caller.type != "direct":
-        raise unsupported_error(
-            f"{where}.caller.type", "other than 'direct' is not supported: no program runs here"
-        )
+    check_caller(block.caller.type if block.caller else None, where)
     function = PastFunction(block.name, msgspec.json.encode(block.input).decode())
     return PastFunctionCall(function, id=block.id)
 

@@ -94,6 +94,14 @@ class TranslatedRequest:
     text_logprobs: bool = False
 
 
+def check_caller(caller: str | None, where: str) -> None:
+    """Refuse a past call that the model has not made itself; None: it has. Raises RequestError (400)."""
+    if caller not in (None, "direct"):
+        raise unsupported_error(
+            f"{where}.caller.type", "other than 'direct' is not supported: no program runs here"
+        )
+
+
 def check_callers(callers: list[str] | None, is_deferred: bool | None, where: str) -> None:
     """Refuse a tool that the model may not call itself, or not yet. Raises RequestError (400)."""
     if callers is not None and "direct" not in callers:

@@ -25,7 +25,7 @@ from services.gateway.openai.schemas.response_items import (
 )
 from services.gateway.openai.schemas.responses_request import ResponsesRequest
 from services.gateway.openai.schemas.typed_objects import show_type
-from services.gateway.openai.translated import PlacedMessages
+from services.gateway.openai.translated import PlacedMessages, check_caller
 from services.gateway.openai.validate import invalid_value_error, unsupported_error
 
 # What begins the `encrypted_content` of our own thoughts.
@@ -145,10 +145,7 @@ def _read_thought(item: ThoughtInput, where: str) -> str:
 
 def _check_caller(item: CallInput | OutputInput, where: str) -> None:
     """Refuse calls of programs, and of functions in namespaces. Raises RequestError (400)."""
-    if item.caller is not None and item.caller.type != "direct":
-        raise unsupported_error(
-            f"{where}.caller.type", "other than 'direct' is not supported: no program runs here"
-        )
+    check_caller(item.caller.type if item.caller else None, where)
     if item.namespace is not None:
         raise unsupported_error(f"{where}.namespace", "is not supported: functions have no namespaces here")
 

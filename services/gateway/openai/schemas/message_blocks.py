@@ -98,7 +98,7 @@ class ClientTool(MessageTool, Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     strict: bool | None = None
 
-    # Without effect: prefixes are cached anyway, and a call is sent when it is complete.
+    # Without effect: prefixes are cached anyway, and arguments are sent as they come wherever a grammar binds them.
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
 

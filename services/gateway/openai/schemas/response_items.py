@@ -64,7 +64,7 @@ PartList = Annotated[list[ItemPart], Meta(max_length=256)]
 ItemText = str | PartList
 
 
-class Caller(Struct, frozen=True, forbid_unknown_fields=True):
+class ItemCaller(Struct, frozen=True, forbid_unknown_fields=True):
     """Who called a function: the model itself, or a program of a hosted tool, which is refused."""
 
     type: ShortText
@@ -102,7 +102,7 @@ class CallInput(InputItem, InputItemFields, frozen=True, forbid_unknown_fields=T
     # What OpenAI's client has read of the arguments.
     parsed_arguments: Any = None
     # Refused, unless they ask for nothing.
-    caller: Caller | None = None
+    caller: ItemCaller | None = None
     namespace: ShortText | None = None
     is_async: bool | None = field(name="async", default=None)
 
@@ -115,7 +115,7 @@ class OutputInput(InputItem, InputItemFields, frozen=True, forbid_unknown_fields
     output: ItemText
     name: ShortText | None = None
     # Refused, unless they ask for nothing.
-    caller: Caller | None = None
+    caller: ItemCaller | None = None
     namespace: ShortText | None = None
 
 

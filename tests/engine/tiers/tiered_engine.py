@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvcache.pool import KvPool
 from kvcache.prefix_tree import PrefixTree, root_key
 from kvcache.tiers.chunk_store import ChunkStore
 from kvtransfer.resharding import ShardedPool
+from tests.support.waiting import wait_for
 from worker.tiers.worker_tiers import WorkerTiers
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -94,12 +96,14 @@ class TieredEngine:
         seq = self.request(prompt, scope, keep)
         self.engine.add(seq, time.monotonic())
         tokens, scores, cached = list[int](), list[float](), 0
-        deadline = time.monotonic() + 60
+        news, deadline_s = threading.Event(), time.monotonic() + 60
+        self.engine.notify(news.set)
         while len(self.engine.scheduler):
-            assert time.monotonic() < deadline
-            self.engine.restores.tend(time.monotonic())
+            assert time.monotonic() < deadline_s
+            news.clear()
+            due_s = self.engine.restores.tend(time.monotonic())
             if not self.engine.has_work:
-                time.sleep(0.001)
+                news.wait(max(0.0, (deadline_s if due_s is None else due_s) - time.monotonic()))
                 continue
             for output in self.engine.step(time.monotonic):
                 message = output.message
@@ -113,17 +117,15 @@ class TieredEngine:
     def settle(self) -> None:
         """Wait until what was released is stored, and drop all that the pool has cached."""
         assert self.tiers is not None
-        deadline = time.monotonic() + 30
-        while any(one.waiting_chunks for one in self.tiers.stats.values()) or self._is_storing():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_for(lambda: not self._is_storing(), 30, 0.005)
         assert self.kv.used == 0 and not self.engine.restores.is_busy
         self.kv.evict_cached()
         self.kv.check_books()
 
     def _is_storing(self) -> bool:
         assert self.tiers is not None
-        return any(tier.thread._busy_since_s is not None for tier in self.tiers._tiers.values())
+        waiting = any(one.waiting_chunks for one in self.tiers.stats.values())
+        return waiting or any(tier.thread._busy_since_s is not None for tier in self.tiers._tiers.values())
 
 
 def prompt_of(number: int, length: int = 300) -> list[int]:

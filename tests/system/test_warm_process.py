@@ -35,7 +35,7 @@ def probe(**more: Any) -> dict[str, Any]:
 
 
 def test_a_forked_program_is_a_child_with_its_own_environment_folder_and_session(tmp_path: Path) -> None:
-    environ = dict(os.environ) | {"MADE_UP": "yes", "PYTHONPATH": str(Path.cwd())}
+    environ = dict(os.environ) | {"MADE_UP": "yes"}
     found = probe(env=environ, cwd=tmp_path, start_new_session=True)
     assert found["forked"] and found["environ"] == environ
     assert (found["folder"], found["session"]) == (str(tmp_path), found["pid"])

@@ -51,6 +51,8 @@ class _Tier:
         # When its rate was last measured, in clock seconds.
         self._measured_s = float("-inf")
         self._counted_s, self._count = float("-inf"), (0, 0)
+        # Whether this worker has stored something since its size was asked for.
+        self.changed = False
         # Where chunks are verified, before they are copied into slabs.
         self._chunk = bytearray()
         # Addresses of chunks that nobody may use any more, and which could not be removed.
@@ -97,10 +99,15 @@ class _Tier:
             begun_s = self._measured_s = clock()
             self.add_sample(self.store.read_bytes(address).nbytes, begun_s, clock())
 
+    def may_count(self, now_s: float) -> bool:
+        """Whether its size was not asked for lately."""
+        return now_s - self._counted_s > COUNT_S
+
     def count(self, now_s: float) -> None:
         """Ask the store for its size, unless that was done lately. Called by its thread."""
-        if now_s - self._counted_s > COUNT_S:
-            self._count, self._counted_s = self.store.count(), now_s
+        if self.may_count(now_s):
+            self._counted_s, self.changed = now_s, False
+            self._count = self.store.count()
 
 
 class WorkerTiers:
@@ -156,6 +163,10 @@ class WorkerTiers:
     @property
     def stats(self) -> dict[str, TierStats]:
         """What the worker says of its tiers, the fastest first."""
+        now_s = self._clock()
+        for tier in self._tiers.values():
+            if tier.changed and tier.may_count(now_s):
+                tier.thread.ask_idle(partial(self._count, tier))
         return {name: tier.stats() for name, tier in self._tiers.items()}
 
     # ---- storing
@@ -186,7 +197,7 @@ class WorkerTiers:
         ]
         if chunks:
             tier.num_stored += len(tier.store.store(chunks))
-            tier.count(self._clock())
+            tier.changed = True
             if self._disk_thread is not None:
                 self._disk_thread.add_batch(present)
 
@@ -203,7 +214,7 @@ class WorkerTiers:
                 except (KeyError, CorruptChunk):
                     continue
                 disk.num_stored += len(disk.store.store([NewChunk(node.key, node.depth, [view])]))
-        disk.count(self._clock())
+        disk.changed = True
 
     # ---- reading back
 

@@ -33,21 +33,26 @@ EVENTS: dict[str, Any] = {
 UNCHECKED_EVENTS = {"ping", "error"}  # Anthropic's, for which the package has no type of an event
 
 
-def fill_first(body: Any) -> None:
-    """Fill what an echoed prompt's first token has: null, as of OpenAI, for which its own type has no room."""
+def fill_nulls(body: Any, is_event: bool) -> None:
+    """Fill what is null, as of OpenAI, where its own type has no room for that.
+
+    These are the log-probability of an echoed prompt's first token, and the finish reason of an event with text.
+    """
     for choice in body.get("choices", []) if isinstance(body, dict) else []:
+        if is_event and choice.get("finish_reason", "") is None:
+            choice["finish_reason"] = "stop"
         found = choice.get("logprobs") or {}
         for name, empty in (("token_logprobs", 0.0), ("top_logprobs", {})):
             if found.get(name) and found[name][0] is None:
                 found[name][0] = empty
 
 
-def check_body(kind: Any, text: str) -> str:
-    """Why a JSON body is not of a type, or ""."""
+def check_body(kind: Any, text: str, is_event: bool = False) -> str:
+    """Why a JSON body, or that of an event, is not of a type, or ""."""
     try:
         body = json.loads(text)
         if kind is Completion:
-            fill_first(body)
+            fill_nulls(body, is_event)
         TypeAdapter(kind).validate_python(body)
     except (ValidationError, ValueError) as error:
         return str(error)[:400]
@@ -77,7 +82,7 @@ def main() -> None:
         if answer["status"] >= 400 or answer["method"] == "HEAD":
             continue
         for kind, text in bodies_of(answer):
-            if why := check_body(kind, text):
+            if why := check_body(kind, text, answer["is_stream"]):
                 wrong.append(f"{answer['path']}: {why}: {text[:300]}")
     json.dump(wrong, sys.stdout)
 

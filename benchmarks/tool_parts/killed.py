@@ -133,8 +133,11 @@ class StreamedAnswer:
             self.events.append([kind, text])
 
     def said(self) -> tuple[Any, ...]:
-        """What must be the same when it is asked again."""
+        """What must be the same when it is asked again, when more of its prompt is cached."""
         usage = {key: value for key, value in (self.usage or {}).items() if isinstance(value, int)}
+        if "cache_read_input_tokens" in usage:
+            # Of Messages, which counts apart what was cached.
+            usage["input_tokens"] += usage.pop("cache_read_input_tokens")
         return self.events, self.tokens, usage
 
 

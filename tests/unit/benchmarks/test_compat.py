@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import Completion
 
 from benchmarks.compat import ANSWER_TOKENS, CONTEXT_TOKENS, make_long_model
 from benchmarks.compat_clients.check_answers import bodies_of, check_body
@@ -60,6 +61,13 @@ def test_an_event_that_no_schema_takes_is_found(wrong: dict[str, Any]) -> None:
     answer["text"] = f"data: {json.dumps(CHUNK | wrong)}\n\n"
     ((kind, text),) = bodies_of(answer)
     assert next(iter(wrong)) in check_body(kind, text)
+
+
+def test_an_event_may_say_that_its_answer_goes_on_but_a_whole_answer_may_not() -> None:
+    choice = {"text": "a", "index": 0, "logprobs": None, "finish_reason": None}
+    body = {"id": "a", "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
+    assert check_body(Completion, json.dumps(body), is_event=True) == ""
+    assert "finish_reason" in check_body(Completion, json.dumps(body))
 
 
 def test_routes_without_a_published_type_are_not_checked() -> None:

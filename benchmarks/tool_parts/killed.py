@@ -95,6 +95,8 @@ class StreamedAnswer:
             self._add_chunk(event)
             return
         kind = event.get("type", "error")
+        if kind == "ping":
+            return
         made = event.get("message") or event.get("response") or {}
         self.id = made.get("id", self.id)
         self.usage = made.get("usage") or event.get("usage") or self.usage

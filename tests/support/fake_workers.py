@@ -52,6 +52,8 @@ _lives = itertools.count()
 class Puppet:
     """One worker. `held` are the requests whose KV it has; `deaf` makes it ignore everything but its heart."""
 
+    max_model_len, num_slabs = 256, 64
+
     def __init__(
         self, role: str, number: int, address: str, keys: Path, fingerprint: str = "same", ended: str = ""
     ) -> None:
@@ -79,9 +81,9 @@ class Puppet:
             identity,
             "127.0.0.1",
             1,
-            64,
+            self.num_slabs,
             BYTES,
-            256,
+            self.max_model_len,
             endpoints,
             ended=self._ended,
         )
@@ -98,7 +100,7 @@ class Puppet:
     def _stats(self) -> WorkerStats:
         held = len(self.held)
         return WorkerStats(
-            slabs_total=64,
+            slabs_total=self.num_slabs,
             slabs_used=held,
             leases=held,
             running=held,

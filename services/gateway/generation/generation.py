@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -110,7 +110,6 @@ class Generation:
         markup: ModelMarkup | None = None,
     ) -> None:
         self.name, self.resolved = name, resolved
-        # What log lines say about the request.
         self.ids = ids_of_sequence(name, resolved.origin.client_id)
         self.arrived_s, self.deadline_s, self.own_deadline = arrived_s, deadline_s, own_deadline
         self.outcomes = outcomes or RequestOutcomes()
@@ -120,6 +119,8 @@ class Generation:
         self.flooded = False
         self.backend, self.metrics, self._max_bytes = backend, metrics, max_bytes
         self._news = asyncio.Event()
+        # Writes new text at once (`TokenPush`); returns whether it did.
+        self.push: Callable[[], bool] | None = None
         plan = [(prompt, i) for prompt in resolved.prompts for i in range(resolved.best_of)]
         self.streams = [
             SequenceStream(
@@ -388,8 +389,7 @@ class SequenceStream:
     def mark_written(self, now_s: float) -> None:
         """Record the time that counts for TTFT, and report it to the metrics. Only the first call counts.
 
-        For a streamed answer this is when its first token, or an end without one, was written to the client; for any
-        other answer it is when the first token reached the gateway.
+        It is when a stream's first token, or end without one, was written, or another answer's reached the gateway.
         """
         if self.record.first_written_s is None:
             self.record.first_written_s = now_s
@@ -404,7 +404,6 @@ class SequenceStream:
         record, answer, count = self.record, self.answer, len(output.tokens)
         answer.feed_output(output)
         record.kv.kept = output.kept or record.kv.kept
-        self._update_held_bytes()
         if count and record.first_token_s is None:
             record.first_token_s = record.last_token_s = now_s
             count -= 1
@@ -414,14 +413,15 @@ class SequenceStream:
         record.tokens, record.cached_tokens = answer.num_tokens, answer.cached_tokens
         if answer.finish is not None and output.finish is None:
             self._generation.backend.stop_request(self.request)  # `finish_sequence` follows
-        self._generation.notify_writer()
+        push = self._generation.push
+        if push is None or not push():
+            self._update_held_bytes()
+            self._generation.notify_writer()
 
     def record_kv_class(self, kv_class: str, reason: str, details: KvDetails | None) -> None:
         """Keep the KV class for the answer and the metrics. With the first token it stays the same."""
-        saved, size = (
-            (0, 0) if details is None else (details.kv_bytes_saved_per_token, details.kv_bytes_per_token)
-        )
-        self.record.kv, self._kv = KvClassRecord(kv_class, reason, saved, size), details
+        sizes = details and (details.kv_bytes_saved_per_token, details.kv_bytes_per_token)
+        self.record.kv, self._kv = KvClassRecord(kv_class, reason, *(sizes or (0, 0))), details
 
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Add to the timeline. The stages of the first token are kept until it is written."""
@@ -444,7 +444,6 @@ class SequenceStream:
     def fail_sequence(self, failure: RequestFailure) -> None:
         """Fail the whole HTTP request, unless this answer's text is complete already."""
         if self.answer.finish is not None:
-            # The answer's text had ended already, so nothing is missing.
             return self.finish_sequence(self.answer.finish, time.monotonic())
         self._open = False
         self._generation.fail_request(failure)

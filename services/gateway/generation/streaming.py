@@ -24,6 +24,7 @@ from diptych.logs.log_format import about_request
 from services.gateway.generation.formats import MAX_WRITTEN_TOKENS, OutputFormat
 from services.gateway.generation.generation import Generation, SequenceStream
 from services.gateway.generation.timings import SERVER_TIMING_HEADER, describe_timings, server_timing
+from services.gateway.generation.token_push import TokenPush
 from services.gateway.generation.whole_answer import MAX_PART_BYTES, complete_answer, write_parts
 from services.gateway.http.connection import ClientStalled
 from services.gateway.http.error_response import JSON_TYPE, error_response, record_failure
@@ -68,6 +69,8 @@ class GenerationResponse(Response):
         # The time at which this task last let other tasks run.
         self._paused_s = 0.0
         self._kept_bytes = 0
+        # The time at which a part of a stream was last written.
+        self._written_s = 0.0
         # Frames of a stream that are to be written next, and their bytes.
         self._frames: list[bytes] = []
         self._num_bytes = 0
@@ -154,11 +157,13 @@ class GenerationResponse(Response):
         head.name_kv_class(generation.kv)
         head.cached_tokens = generation.cached_tokens
         await writer.start_response(200, [*SSE_HEADERS, *head.headers])
+        self._written_s = time.monotonic()
         for choice in range(len(streams)):
             await self._add_frames(
                 writer, self.output_format.begin_events(choice, generation.usage_so_far(choice))
             )
         open_streams = dict(enumerate(streams))
+        push = self._make_push(writer)
         while True:
             news = {
                 choice: await self._add_news(writer, choice, stream)
@@ -169,13 +174,13 @@ class GenerationResponse(Response):
             over = generation.failure is not None or not open_streams
             if over and not self._timings:
                 await self._add_frames(writer, self._closing_frames())
-            await self._write_frames(writer, self.output_format.ping)
+            await self._write_frames(writer)
             for choice, (is_new, _) in news.items():
                 if is_new:
                     streams[choice].mark_written(time.monotonic())
             if over:
                 break
-            await generation.wait_for_news(self._ping_s)
+            await self._wait_for_news(push)
             if generation.flooded:
                 raise ClientStalled
         if self._timings:
@@ -185,6 +190,24 @@ class GenerationResponse(Response):
         if generation.failure is None:
             generation.mark_completed()
         await writer.end_response()
+
+    def _make_push(self, writer: ResponseWriter) -> TokenPush | None:
+        """What writes new text while the task waits; None if the task has to do it."""
+        if not TokenPush.fits(self.generation):
+            return None
+        return TokenPush(self.generation, self.output_format, writer, self._hold_kept)
+
+    async def _wait_for_news(self, push: TokenPush | None) -> None:
+        """Wait for something to write; that is a ping if nothing was written for long."""
+        wait_s = self._written_s + self._ping_s - time.monotonic()
+        if push is None:
+            is_news = await self.generation.wait_for_news(wait_s)
+        else:
+            with push.while_waiting():
+                is_news = await self.generation.wait_for_news(wait_s)
+            self._written_s = max(self._written_s, push.written_s)
+        if not is_news and time.monotonic() >= self._written_s + self._ping_s:
+            self._frames.append(self.output_format.ping)
 
     async def _add_news(
         self, writer: ResponseWriter, choice: int, stream: SequenceStream
@@ -225,11 +248,14 @@ class GenerationResponse(Response):
                 await self._write_frames(writer)
         return is_any
 
-    async def _write_frames(self, writer: ResponseWriter, otherwise: bytes = b"") -> None:
-        """Write the frames that were added; if there are none, `otherwise`."""
+    async def _write_frames(self, writer: ResponseWriter) -> None:
+        """Write the frames that were added, if any."""
+        if not self._frames:
+            return
         frames, self._frames, self._num_bytes = self._frames, [], 0
         with self.generation.wait_for_reader():
-            await writer.write_body(b"".join(frames) or otherwise)
+            await writer.write_body(b"".join(frames))
+        self._written_s = time.monotonic()
 
     def _hold_kept(self) -> None:
         """Count the memory of what the format keeps of the answer."""

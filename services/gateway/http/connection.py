@@ -392,6 +392,19 @@ class HttpConnection(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
+    @property
+    def can_write_now(self) -> bool:
+        """Whether the answer that is being sent is a stream whose client reads fast enough for more of it."""
+        cycle = self._answered
+        if cycle is None or cycle.disconnected or not cycle.response_started or cycle.response_complete:
+            return False
+        blocked = self.flow.write_paused or self.stalled or self.transport.is_closing()
+        return bool(cycle.chunked_encoding) and not blocked
+
+    def write_now(self, body: bytes) -> None:
+        """Write a part of a stream past the application: to be called if `can_write_now`."""
+        self.transport.write(b"%x\r\n%s\r\n" % (len(body), body))
+
     def unsent_bytes(self) -> int:
         """Bytes of answers that are buffered in this process."""
         return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()

@@ -29,6 +29,16 @@ class ResponseWriter:
         """Send a part of the body. Raises ClientStalled if the client reads too little."""
         await self._put({"type": "http.response.body", "body": body, "more_body": True})
 
+    @property
+    def can_write_now(self) -> bool:
+        """Whether a part of the body can be sent without waiting."""
+        return self.started and self._connection is not None and self._connection.can_write_now
+
+    def write_now(self, body: bytes) -> None:
+        """Send a part of the body without waiting: to be called if `can_write_now`."""
+        assert self._connection is not None
+        self._connection.write_now(body)
+
     async def end_response(self) -> None:
         """Complete the response, once the client has taken all but what the kernel buffers.
 

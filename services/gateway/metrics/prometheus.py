@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     Gauge,
+    Histogram,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -167,6 +168,8 @@ class GatewayMetrics(OutcomeSink):
         self.itl = seconds(
             "vllm:inter_token_latency_seconds", "Between consecutive tokens, at the gateway", tpot
         )
+        # What `itl` has for each served name.
+        self._gaps: dict[str, Histogram] = {}
         self.tpot = seconds(
             "vllm:request_time_per_output_token_seconds", "A sequence's mean after the first token", tpot
         )
@@ -356,7 +359,10 @@ class GatewayMetrics(OutcomeSink):
 
     def observe_gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """Record `num_tokens` new tokens of a sequence, `seconds` after the step before: one gap per token."""
-        histogram = self.itl.labels(model)
+        histogram = self._gaps.get(model)
+        if histogram is None:
+            # There are as many as served names. Looking for labels takes longer than observing.
+            histogram = self._gaps[model] = self.itl.labels(model)
         for _ in range(num_tokens):
             histogram.observe(max(0.0, seconds) / num_tokens)
 

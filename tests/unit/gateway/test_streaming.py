@@ -59,7 +59,7 @@ async def written_text() -> str:
 
     generation = SimpleNamespace(
         streams=[FakeSequenceStream()],
-        resolved=SimpleNamespace(include_usage=False),
+        resolved=SimpleNamespace(include_usage=False, logprobs=0),
         failure=None,
         flooded=False,
         usage_so_far=lambda choice: None,
@@ -126,7 +126,7 @@ def test_a_large_end_is_written_in_parts_between_which_other_tasks_run() -> None
         writer = cast(ResponseWriter, SimpleNamespace(write_body=write_body))
         others = asyncio.create_task(run_beside())
         assert await respond._add_frames(writer, slow_parts())
-        await respond._write_frames(writer, b"")
+        await respond._write_frames(writer)
         others.cancel()
         assert sum(written) == 1_000_000 and max(written) < 2 * MAX_PART_BYTES
 

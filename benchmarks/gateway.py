@@ -1,0 +1,174 @@
+"""What the gateway itself costs: processor time per token and per request, over that of a bare server.
+
+    python -m benchmarks.gateway [--json] [--short] [--rounds 7] [--seconds 4] [--streams 16] [--beat-ms 10]
+
+The gateway is the real process with its real sockets; its two workers are scripts, which send the next token of every
+stream at each beat. Beside it runs one uvloop protocol that writes the same bytes to the same client at the same beats
+(`benchmarks/gateway_parts/bare_server.py`). Both take turns. Processor time is that of all threads of the process, for
+requests also that of its preparers.
+
+    token_ratio     processor time per token of `--streams` long streams, gateway / bare server: the median over rounds
+    request_ratio   the same per request of one token, of `--streams` clients that each ask again at once
+    *_us            the gateway's and the bare server's microseconds (of this machine)
+    *_range         of the ratios of all rounds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+
+import benchmarks.script_path  # noqa: F401
+from benchmarks.gateway_parts.paced_worker import CONTEXT_TOKENS, LongPuppet, PacedWorker
+from benchmarks.load.command_line import figure_parser, print_figures
+from benchmarks.load.deployment import StampedStream
+from benchmarks.load.short_form import add_short_form
+from tests.support.gateway_process import serving
+from tests.support.model_folder import make_folder
+from tests.support.waiting import wait_for
+
+BODY: dict[str, Any] = {"model": "toy", "prompt": "x", "temperature": 0, "ignore_eos": True}
+START_S, LONG = 60.0, CONTEXT_TOKENS // 2
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is measured: its port, and its processes."""
+
+    port: int
+    processes: tuple[psutil.Process, ...]
+
+    def cpu_s(self) -> float:
+        """Processor seconds so far, of all its processes."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+
+@contextlib.contextmanager
+def scripted_gateway(beat_s: float) -> Iterator[Server]:
+    """The gateway with one prefill and one decode worker."""
+    with tempfile.TemporaryDirectory(prefix="gateway-bench-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        model = make_folder(folder / "long", context=CONTEXT_TOKENS)
+        gateway = stack.enter_context(serving(folder, model=str(model)))
+        keys = Path(gateway.spec.keys_dir)
+        prefill = LongPuppet("prefill", 0, gateway.spec.channel, keys)
+        decode = PacedWorker(gateway.spec.channel, keys, beat_s)
+        try:
+            wait_for(lambda: gateway.ready()["ready"], START_S)
+            process = psutil.Process(gateway.process.pid)
+            yield Server(gateway.spec.port, (process, *process.children(recursive=True)))
+        finally:
+            prefill.kill()
+            decode.kill()
+
+
+def record_answer(port: int) -> tuple[str, str, str]:
+    """The head of a streamed answer of the gateway, the bytes of one event, and those of the end."""
+    body = BODY | {"stream": True, "max_tokens": 8}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=START_S) as reply:
+        lines = "\r\n".join(f"{name}: {value}" for name, value in reply.headers.multi_items())
+        events = reply.read().decode().split("\n\n")
+    head = f"HTTP/1.1 200 OK\r\n{lines}\r\n\r\n"
+    return head, events[1] + "\n\n", "\n\n".join(events[-3:])
+
+
+@contextlib.contextmanager
+def bare_server(beat_s: float, answer: tuple[str, str, str]) -> Iterator[Server]:
+    """The bare server, which writes the parts of `answer`."""
+    command = [sys.executable, "-m", "benchmarks.gateway_parts.bare_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([beat_s, *answer]) + "\n")
+        process.stdin.flush()
+        yield Server(int(process.stdout.readline()), (psutil.Process(process.pid),))
+        process.stdin.close()
+
+
+async def cost_per_token(server: Server, streams: int, seconds: float) -> float:
+    """Processor seconds per token of long streams."""
+    opened = [await StampedStream.open(server.port, **BODY, max_tokens=LONG) for _ in range(streams)]
+    try:
+        for stream in opened:
+            await stream.until(2)
+        seen, begun_s = sum(len(stream.stamps_s) for stream in opened), server.cpu_s()
+        await asyncio.sleep(seconds)
+        tokens = sum(len(stream.stamps_s) for stream in opened) - seen
+        return (server.cpu_s() - begun_s) / tokens
+    finally:
+        for stream in opened:
+            await stream.leave()
+
+
+async def cost_per_request(server: Server, clients: int, seconds: float) -> float:
+    """Processor seconds per request of one token."""
+    answered, end_s = 0, time.monotonic() + seconds
+
+    async def ask() -> None:
+        nonlocal answered
+        while time.monotonic() < end_s:
+            stream = await StampedStream.open(server.port, **BODY, max_tokens=1)
+            try:
+                await stream.done()
+            finally:
+                await stream.leave()
+            answered += 1
+
+    begun_s = server.cpu_s()
+    await asyncio.gather(*(ask() for _ in range(clients)))
+    return (server.cpu_s() - begun_s) / answered
+
+
+def compare(
+    name: str, measure: Callable[[Server], float], gateway: Server, bare: Server, rounds: int
+) -> dict[str, Any]:
+    """The figures of one kind of cost. One round more comes first, which does not count."""
+    found = [(measure(gateway), measure(bare)) for _ in range(rounds + 1)][1:]
+    ratios = [ours_s / bare_s for ours_s, bare_s in found]
+    ours_s, bare_s = (statistics.median(column) for column in zip(*found, strict=True))
+    return {
+        f"{name}_ratio": round(statistics.median(ratios), 2),
+        f"{name}_us": round(1e6 * ours_s, 1),
+        f"bare_{name}_us": round(1e6 * bare_s, 1),
+        f"{name}_range": [round(min(ratios), 2), round(max(ratios), 2)],
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = figure_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a round and server")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--beat-ms", type=float, default=10.0, help="between two tokens of a stream")
+    add_short_form(parser, rounds=3, seconds=2.0)
+    options = parser.parse_args()
+    beat_s = options.beat_ms / 1e3
+    with scripted_gateway(beat_s) as gateway, bare_server(beat_s, record_answer(gateway.port)) as bare:
+        figures = compare(
+            "token",
+            lambda server: uvloop.run(cost_per_token(server, options.streams, options.seconds)),
+            gateway, bare, options.rounds,
+        ) | compare(
+            "request",
+            lambda server: uvloop.run(cost_per_request(server, options.streams, options.seconds)),
+            gateway, bare, options.rounds,
+        )  # fmt: skip
+    print_figures(figures, options, "rounds", "seconds", "streams", "beat_ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -47,7 +47,7 @@ SLAB_BYTES = 393_216  # of the embedded model
 CHUNK, SHORT, ZIPF, STREAMS = 64, 512, 1.1, 4
 # The pool: 20 prefixes of 512 tokens.
 POOL = 20 * SHORT // CHUNK
-TURNS, CHATS, TURN_TOKENS = 6, 24, 96
+ROUNDS_OF_CHAT, CHATS, ROUND_TOKENS = 6, 24, 96
 
 
 def flags_of(mode: str, pairs: int, folder: Path, prefix_tokens: int) -> tuple[str, ...]:
@@ -151,10 +151,10 @@ def draw_chats(prompts: Prompts) -> list[list[int]]:
     """The prompts of chats that take turns: each has all before it. Answers are the client's, in the next prompt."""
     chats = [prompts.take(SHORT) for _ in range(CHATS)]
     found = []
-    for _ in range(TURNS):
+    for _ in range(ROUNDS_OF_CHAT):
         for place, chat in enumerate(chats):
             found.append(chat)
-            chats[place] = chat + prompts.take(TURN_TOKENS)
+            chats[place] = chat + prompts.take(ROUND_TOKENS)
     return found
 
 

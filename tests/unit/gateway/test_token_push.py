@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.generation.formats import OutputFormat
 from services.gateway.generation.generation import Generation
-from services.gateway.generation.token_push import TokenPush
+from services.gateway.generation.streaming import TokenPush
 from services.gateway.http.response_writer import ResponseWriter
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +22,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
 from engine.calibration.kv_quality import Attend
+from kvcache.eviction.ada import LayerTally, Marks, mark_answer, mark_prompt
 from kvcache.eviction.policies import FIRST_TOKENS, KeepRule, choose_policies, kept_mask
-from tests.support.keep_reference import mean_scores, pool_attention, row_masses
+from kvcache.eviction.zap import Angles, KeepSurrogate
+from tests.support.keep_reference import mean_scores, pool_attention, recovered_masses
 
 Bools = NDArray[np.bool_]
 Doubles = NDArray[np.float64]
-# What counts of the mass that a policy recovers of each row: the product takes the minimum.
-PoolRows = Callable[[Doubles], Any]
 # Puts an attention function into the model. Another one than `own_attention` also codes keys and values.
 Install = Callable[[Attend], AbstractContextManager[None]]
 
@@ -89,74 +89,108 @@ def compute_prompt(model: Any, ids: torch.Tensor, kinds: NDArray[np.uint8], inst
     return Prompt(ids, kinds, found.queries, found.keys, found.values, logits)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadBlock:
+    """What one head has when a block of 64 tokens of an answer is complete.
+
+    Args:
+        rows: positions that it still has, those of the block included, ascending.
+        attention: of the block's queries to these rows, [64, rows]; 0 where a query does not see a row.
+        keys: and
+        values: of these rows, [rows, D]; keys are rotated.
+    """
+
+    rows: NDArray[np.int64]
+    attention: Doubles
+    keys: NDArray[np.float32]
+    values: NDArray[np.float32]
+
+    @property
+    def length(self) -> int:
+        """Tokens that have KV."""
+        return int(self.rows[-1]) + 1
+
+    @property
+    def scores(self) -> Doubles:
+        """Mean attention to each row, over the queries that see it."""
+        sees = self.rows <= np.arange(self.length - len(self.attention), self.length)[:, None]
+        scores: Doubles = self.attention.sum(axis=0) / sees.sum(axis=0)
+        return scores
+
+
 class Keeper(Protocol):
-    """Decides which rows one head keeps."""
+    """Decides which rows the heads of a layer keep."""
 
-    def keep_of_prompt(self, layer: int, head: int) -> Bools:
-        """Which of the prompt's rows stay, [P]."""
+    def keep_of_prompt(self, layer: int) -> list[Bools]:
+        """Which of the prompt's rows stay, [P] for each head."""
 
-    def keep_at_block(self, layer: int, head: int, rows: NDArray[np.int64], attention: Doubles) -> Bools:
-        """Which rows stay when a block of 64 tokens is complete.
-
-        Args:
-            layer: and
-            head: which head it is.
-            rows: positions that the head still has, those of the block included, ascending.
-            attention: of the block's queries to these rows, [64, rows]; 0 where a query does not see a row.
-        """
+    def keep_at_block(self, layer: int, blocks: Sequence[HeadBlock]) -> list[Bools]:
+        """Which rows of each head stay when a block of 64 tokens is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptProfile:
-    """What the last rows of a prompt say about every head: scores and attention do not depend on a threshold.
+    """What the rows of a prompt say about every head: scores and attention do not depend on a threshold.
 
     Args:
-        scores: mean attention to each token by layer and head, [P] each.
-        masses: recovered mass of policies 0 to 3, [layers, KV heads, 4].
-        attention: pooled attention of the profiled rows, [R, P] each.
+        scores: mean attention of all rows to each token by layer and head, [P] each.
+        masses: recovered mass of policies 0 to 3, the mean over all rows, [layers, KV heads, 4].
+        last: pooled attention of the last 64 rows, [R, P] each.
     """
 
     scores: list[list[Doubles]]
     masses: Doubles
-    attention: list[list[Doubles]]
+    last: list[list[Doubles]]
 
 
-def profile_prompt(
-    prompt: Prompt, boundary: int, rule: KeepRule, pool_rows: PoolRows = np.min
-) -> PromptProfile:
-    """The reference's profile of all heads; with another `pool_rows` an ablation of it."""
-    scores, masses, attention = list[list[Doubles]](), list[list[Any]](), list[list[Doubles]]()
+def profile_prompt(prompt: Prompt, boundary: int, rule: KeepRule) -> PromptProfile:
+    """The reference's profile of all heads, in float64."""
+    found, masses = PromptProfile([], np.empty(0), []), list[list[Doubles]]()
     kinds = prompt.kinds[: len(prompt.ids)]
     for queries, keys in zip(prompt.queries, prompt.keys, strict=True):
-        rows = queries[:, :, -PROFILE_ROWS:].transpose(1, 2).numpy()
-        attention.append([pool_attention(q, k) for q, k in zip(rows, keys.numpy(), strict=True)])
-        scores.append([mean_scores(one) for one in attention[-1]])
-        of_rows = [
-            row_masses(one, mean, kinds, boundary, rule)
-            for one, mean in zip(attention[-1], scores[-1], strict=True)
+        heads = zip(queries.transpose(1, 2).numpy(), keys.numpy(), strict=True)
+        attention = [pool_attention(q, k) for q, k in heads]
+        found.scores.append([mean_scores(one) for one in attention])
+        found.last.append([one[-PROFILE_ROWS:].copy() for one in attention])
+        masses.append(
+            [
+                recovered_masses(one, mean, kinds, boundary, rule)
+                for one, mean in zip(attention, found.scores[-1], strict=True)
+            ]
+        )
+    return replace(found, masses=np.array(masses))
+
+
+def last_attention(prompt: Prompt) -> list[list[Doubles]]:
+    """`PromptProfile.last` alone."""
+    return [
+        [
+            pool_attention(q, k)
+            for q, k in zip(rows[:, :, -PROFILE_ROWS:].transpose(1, 2).numpy(), keys.numpy(), strict=True)
         ]
-        masses.append([[pool_rows(one) for one in policies] for policies in of_rows])
-    return PromptProfile(scores, np.array(masses), attention)
+        for rows, keys in zip(prompt.queries, prompt.keys, strict=True)
+    ]
 
 
 class PolicyKeeper:
-    """FastGen's policies, as the product applies them."""
+    """The rule `fastgen`, as the product applies it."""
 
     def __init__(self, prompt: Prompt, profile: PromptProfile, spec: KeepSpec, rule: KeepRule) -> None:
         self._prompt, self._profile, self._spec, self._rule = prompt, profile, spec, rule
         self.policies = choose_policies(profile.masses, spec.threshold, len(prompt.ids))
 
-    def keep_of_prompt(self, layer: int, head: int) -> Bools:
+    def keep_of_prompt(self, layer: int) -> list[Bools]:
         rows = np.arange(len(self._prompt.ids))
-        return self._kept(layer, head, rows, self._profile.scores[layer][head], len(rows))
+        return [
+            self._kept(layer, head, rows, scores, len(rows))
+            for head, scores in enumerate(self._profile.scores[layer])
+        ]
 
-    def keep_at_block(self, layer: int, head: int, rows: NDArray[np.int64], attention: Doubles) -> Bools:
-        length = int(rows[-1]) + 1
-        sees = rows <= np.arange(length - len(attention), length)[:, None]
-        return self._kept(layer, head, rows, attention.sum(axis=0) / sees.sum(axis=0), length)
+    def keep_at_block(self, layer: int, blocks: Sequence[HeadBlock]) -> list[Bools]:
+        return [self._kept(layer, head, one.rows, one.scores, one.length) for head, one in enumerate(blocks)]
 
     def recovered(self) -> Doubles:
-        """The mass that each head's policy recovers of the profiled rows, pooled, [layers, KV heads]."""
+        """The mass that each head's policy recovers of the prompt's rows, [layers, KV heads]."""
         whole = np.concatenate((self._profile.masses, np.ones((*self.policies.shape, 1))), axis=-1)
         masses: Doubles = np.take_along_axis(whole, self.policies[..., None].astype(np.int64), axis=-1)[
             ..., 0
@@ -174,6 +208,69 @@ class PolicyKeeper:
             self._spec.boundary,
             self._rule,
         )
+
+
+class CompetingKeeper:
+    """The rule `ada`, as the product applies it."""
+
+    def __init__(self, prompt: Prompt, last: list[list[Doubles]], spec: KeepSpec) -> None:
+        """`last` is the attention of the last 64 rows, as in `PromptProfile`."""
+        self._prompt, self._last, self._spec = prompt, last, spec
+        # Rows of the prompt behind the boundary that the heads of each layer keep on average.
+        self._kept = [0.0] * len(last)
+
+    def keep_of_prompt(self, layer: int) -> list[Bools]:
+        length, boundary = len(self._prompt.ids), self._spec.boundary
+        tally, marks, seen = LayerTally(1), list[Marks](), np.ones(length, np.bool_)
+        for attention in self._last[layer]:
+            marks.append(mark_prompt(mean_scores(attention).astype(np.float32), length, boundary, seen))
+            tally.add_prompt_head(0, marks[-1], attention.mean(axis=0))
+        [cut] = tally.cut_prompt(self._spec.threshold)
+        kept: list[Bools] = [one >= cut for one in marks]
+        self._kept[layer] = float(np.mean([one[boundary:].sum() for one in kept]))
+        return kept
+
+    def keep_at_block(self, layer: int, blocks: Sequence[HeadBlock]) -> list[Bools]:
+        prompt, tally, marks = len(self._prompt.ids), LayerTally(1), list[Marks]()
+        share = self._kept[layer] / (prompt - self._spec.boundary)
+        for one in blocks:
+            seen, scores = np.ones(len(one.rows), np.bool_), one.scores.astype(np.float32)
+            marks.append(mark_answer(scores, one.rows, prompt, one.length, seen))
+            tally.add_answer_head(0, marks[-1], share * (one.length - CHUNK_TOKENS - prompt))
+        [cut] = tally.cut_answer()
+        return [one >= cut for one in marks]
+
+
+class SurrogateKeeper:
+    """The rule `zap`, as the product applies it."""
+
+    def __init__(
+        self, prompt: Prompt, surrogate: KeepSurrogate, frequencies: Doubles, spec: KeepSpec
+    ) -> None:
+        self._prompt, self._surrogate, self._frequencies = prompt, surrogate, frequencies
+        self._spec, self._threshold = spec, surrogate.find_threshold(spec.threshold)
+
+    def keep_of_prompt(self, layer: int) -> list[Bools]:
+        rows = np.arange(len(self._prompt.ids))
+        return [
+            self._kept(layer, head, rows, keys, values)
+            for head, (keys, values) in enumerate(
+                zip(self._prompt.keys[layer].numpy(), self._prompt.values[layer].numpy(), strict=True)
+            )
+        ]
+
+    def keep_at_block(self, layer: int, blocks: Sequence[HeadBlock]) -> list[Bools]:
+        return [self._kept(layer, head, one.rows, one.keys, one.values) for head, one in enumerate(blocks)]
+
+    def _kept(
+        self, layer: int, head: int, rows: NDArray[np.int64], keys: NDArray[Any], values: NDArray[Any]
+    ) -> Bools:
+        angles = Angles(rows, self._frequencies)
+        scores = self._surrogate.score_rows(layer, head, keys, values, angles)
+        kept: Bools = scores >= self._threshold
+        first = max(FIRST_TOKENS, self._spec.boundary)
+        kept |= (rows < first) | (rows >= rows[-1] + 1 - CHUNK_TOKENS)
+        return kept
 
 
 # What all heads keep under a fixed policy, given a number of rows: rows, sums of attention, number of rows to keep.
@@ -224,28 +321,17 @@ class FixedKeeper:
         length = len(prompt.kinds)
         self._sums = [[np.pad(one, (0, length - len(one))) for one in heads] for heads in sums]
 
-    def keep_of_prompt(self, layer: int, head: int) -> Bools:
+    def keep_of_prompt(self, layer: int) -> list[Bools]:
         rows = np.arange(len(self._prompt.ids))
-        return self._choose(rows, self._sums[layer][head][rows], self._counts[0])
+        return [self._choose(rows, sums[rows], self._counts[0]) for sums in self._sums[layer]]
 
-    def keep_at_block(self, layer: int, head: int, rows: NDArray[np.int64], attention: Doubles) -> Bools:
-        sums = self._sums[layer][head]
-        sums[rows] += attention.sum(axis=0)
-        block = (int(rows[-1]) + 1 - len(self._prompt.ids)) // CHUNK_TOKENS
-        return self._choose(rows, sums[rows], self._counts[block])
-
-
-def attention_sums(prompt: Prompt) -> list[list[Doubles]]:
-    """The sum of attention to each token over all rows of the prompt, pooled over query heads: what H2O counts."""
-    mask = torch.ones(len(prompt.ids), len(prompt.ids), dtype=torch.bool).tril()
-    found = list[list[Doubles]]()
-    for queries, keys in zip(prompt.queries, prompt.keys, strict=True):
-        heads = list[Doubles]()
-        for query, key in zip(queries, keys, strict=True):
-            scores = (query @ key.T * key.shape[1] ** -0.5).masked_fill(~mask, -torch.inf)
-            heads.append(scores.softmax(dim=-1).mean(dim=0).sum(dim=0).double().numpy())
-        found.append(heads)
-    return found
+    def keep_at_block(self, layer: int, blocks: Sequence[HeadBlock]) -> list[Bools]:
+        kept = list[Bools]()
+        for sums, one in zip(self._sums[layer], blocks, strict=True):
+            sums[one.rows] += one.attention.sum(axis=0)
+            block = (one.length - len(self._prompt.ids)) // CHUNK_TOKENS
+            kept.append(self._choose(one.rows, sums[one.rows], self._counts[block]))
+        return kept
 
 
 @dataclass(slots=True)
@@ -278,16 +364,15 @@ def compute_answer(
         keys = torch.cat((prompt.keys[layer], key[0]), dim=1)
         values = torch.cat((prompt.values[layer], value[0]), dim=1)
         queries = query[0].unflatten(0, (len(keys), -1))
-        out, masses, shares = list[torch.Tensor](), list[torch.Tensor](), list[float]()
-        for head in range(len(keys)):
-            logits = queries[head] @ keys[head].T * module.scaling
-            seen = _seen_by_answer(logits, length, layer, head, keeper, record.kept)
-            out.append(logits.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ values[head])
-            causal = torch.ones(seen.shape, dtype=torch.bool).tril(length)
-            masses.append((logits.masked_fill(~causal, -torch.inf).softmax(dim=-1) * seen).sum(dim=-1))
-            shares.append(float(seen[0, :length].float().mean()))
+        logits = [one @ some.T * module.scaling for one, some in zip(queries, keys, strict=True)]
+        seen = _seen_by_answer(logits, keys, values, length, layer, keeper, record.kept)
+        out, masses = list[torch.Tensor](), list[torch.Tensor]()
+        for one, mask, some in zip(logits, seen, values, strict=True):
+            out.append(one.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ some)
+            causal = torch.ones(mask.shape, dtype=torch.bool).tril(length)
+            masses.append((one.masked_fill(~causal, -torch.inf).softmax(dim=-1) * mask).sum(dim=-1))
         record.masses.append(torch.stack(masses))
-        record.shares.append(shares)
+        record.shares.append([float(mask[0, :length].float().mean()) for mask in seen])
         return torch.cat(out).transpose(0, 1)[None], None
 
     positions = torch.arange(length, length + len(answer))[None]
@@ -298,33 +383,45 @@ def compute_answer(
 
 
 def _seen_by_answer(
-    logits: torch.Tensor, length: int, layer: int, head: int, keeper: Keeper | None, kept: list[int]
-) -> torch.Tensor:
-    """Which tokens each token of the answer sees, [answer, all tokens]. Adds to `kept`.
+    logits: Sequence[torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    length: int,
+    layer: int,
+    keeper: Keeper | None,
+    kept: list[int],
+) -> list[torch.Tensor]:
+    """Which tokens each token of the answer sees in each head, [answer, all tokens]. Adds to `kept`.
 
     Args:
-        logits: of all tokens, [query heads, answer, all tokens].
+        logits: of all tokens, [query heads, answer, all tokens] for each KV head.
+        keys: and
+        values: of all tokens, [KV heads, all tokens, D].
         length: of the prompt.
-        layer: and
-        head: which head it is.
+        layer: which layer it is.
         keeper: decides.
         kept: rows, at the prompt's end and after each block.
     """
-    tokens, total = logits.shape[1:]
-    seen = torch.ones(tokens, total, dtype=torch.bool).tril(length)
+    tokens, total = logits[0].shape[1:]
+    seen = [torch.ones(tokens, total, dtype=torch.bool).tril(length) for _ in logits]
     if keeper is None:
         return seen
-    stays = np.ones(total, np.bool_)
-    stays[:length] = keeper.keep_of_prompt(layer, head)
-    kept[0] += int(stays[:length].sum())
+    stays = [np.ones(total, np.bool_) for _ in logits]
+    for one, first in zip(stays, keeper.keep_of_prompt(layer), strict=True):
+        one[:length] = first
+        kept[0] += int(first.sum())
     for start in range(0, tokens, CHUNK_TOKENS):
-        stop = start + CHUNK_TOKENS
-        seen[start:stop] &= torch.from_numpy(stays)
+        stop, blocks = start + CHUNK_TOKENS, list[HeadBlock]()
+        for mask, one in zip(seen, stays, strict=True):
+            mask[start:stop] &= torch.from_numpy(one)
         if stop >= tokens:
             break
-        rows = np.flatnonzero(stays[: length + stop])
-        block = logits[:, start:stop, rows].masked_fill(~seen[start:stop, rows], -torch.inf)
-        attention = block.softmax(dim=-1).mean(dim=0).double().numpy()
-        stays[rows] = keeper.keep_at_block(layer, head, rows, attention)
-        kept[stop // CHUNK_TOKENS] += int(stays[: length + stop].sum())
+        for head, mask in enumerate(seen):
+            rows = np.flatnonzero(stays[head][: length + stop])
+            block = logits[head][:, start:stop, rows].masked_fill(~mask[start:stop, rows], -torch.inf)
+            attention = block.softmax(dim=-1).mean(dim=0).double().numpy()
+            blocks.append(HeadBlock(rows, attention, keys[head, rows].numpy(), values[head, rows].numpy()))
+        for one, block_of, still in zip(stays, blocks, keeper.keep_at_block(layer, blocks), strict=True):
+            one[block_of.rows] = still
+            kept[stop // CHUNK_TOKENS] += int(one[: length + stop].sum())
     return seen

@@ -1,7 +1,8 @@
 """Whether answers with coded or evicted KV are those of one worker alone: hit, moved, preempted, over two ranks.
 
     python -m benchmarks.kv_agreement [--json] [--codecs raw nuq4-1% tq4 int8] [--prompts 125] [--tokens 16]
-                                      [--paths 2P2D colocated ranks] [--calibration FILE] [--keep T]
+                                      [--paths 2P2D colocated ranks] [--calibration FILE]
+                                      [--keep T] [--rule ada|fastgen|zap]
 
 One worker alone is the CPU engine in this process: it prefills a prompt at once and decodes token by token. The same
 prompts, cut from held-out text, are then asked of deployments of the embedded model, eight at a time, greedily:
@@ -14,8 +15,9 @@ prompts, cut from held-out text, are then asked of deployments of the embedded m
     ranks        one prefill worker of one rank, one decode worker of two. Left out for codecs whose groups it would
                  cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`)
 
-With `--keep` below 1 all requests evict with this threshold, and so does the worker alone. Of every other prompt that
-is longer than a chunk, the first chunk always stays. With 80 tokens, answers are decided upon once more.
+With `--keep` below 1 all requests evict with this threshold, by the rule `--rule`, and so does the worker alone. Of
+every other prompt that is longer than a chunk, the first chunk always stays. With 80 tokens, answers are
+decided upon once more.
 
     identical_pct      answers all of whose tokens are those of one worker alone
     max_error          largest difference of a log-probability, up to and with the first token that differs
@@ -42,13 +44,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import httpx
 import uvloop
+from msgspec import structs
 from transformers import AutoTokenizer
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import ADA, KEEP_ALL, KEEP_RULES, KeepSpec
 from engine.cpu.eviction.evictor import EvictionSetup
+from engine.model.calibration_file import load_surrogate
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
@@ -83,7 +87,7 @@ class Question:
             "logprobs": 0,
         }
         if self.keep.evicts:
-            body["diptych"] = {"keep": {"threshold": self.keep.threshold, "boundary": self.keep.boundary}}
+            body["diptych"] = {"keep": structs.asdict(self.keep)}
         return body | {"ignore_eos": True, "skip_special_tokens": False}
 
 
@@ -154,13 +158,13 @@ class PathFigures:
         }
 
 
-def make_questions(count: int, threshold: float) -> list[Question]:
+def make_questions(count: int, threshold: float, rule: str = ADA) -> list[Question]:
     """Held-out text, each prompt cut from another place."""
     stream, rng = HeldOutText(FOLDER).stream, random.Random(0)
     lengths = [rng.randint(*LENGTHS) for _ in range(count)]
     starts = [rng.randrange(len(stream) - n) for n in lengths]
     keeps = [
-        KeepSpec(threshold, CHUNK_TOKENS if number % 2 and length > CHUNK_TOKENS else 0)
+        KeepSpec(threshold, CHUNK_TOKENS if number % 2 and length > CHUNK_TOKENS else 0, rule)
         for number, length in enumerate(lengths)
     ]
     return [
@@ -241,7 +245,8 @@ def measure_codec(
     layout, evicts = checkpoint.layout(codec=codec_id), questions[0].keep.evicts
     show_progress(f"{codec}: one worker alone")
     kinds = read_token_kinds(ModelTokenizer.load(FOLDER), checkpoint.config.vocab)
-    alone = EngineModel(FOLDER, codec_id, calibration, EvictionSetup(kinds) if evicts else None)
+    setup = EvictionSetup(kinds, surrogate=load_surrogate(checkpoint)) if evicts else None
+    alone = EngineModel(FOLDER, codec_id, calibration, setup)
     tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
     expected = [alone.answer_greedily(one.prompt, tokens, tokenizer.decode, one.keep) for one in questions]
     found: dict[str, PathFigures] = {}
@@ -283,8 +288,9 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=parse_threshold, default=1.0, metavar="T", help="threshold of eviction; 1: none"
     )
+    parser.add_argument("--rule", choices=KEEP_RULES, default=ADA, help="of eviction")
     options = parser.parse_args()
-    load, questions = os.getloadavg()[0], make_questions(options.prompts, options.keep)
+    load, questions = os.getloadavg()[0], make_questions(options.prompts, options.keep, options.rule)
     codecs = {
         codec: measure_codec(codec, options.calibration, options.paths, questions, options.tokens)
         for codec in options.codecs

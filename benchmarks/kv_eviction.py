@@ -2,24 +2,26 @@
 
 A prompt is followed by the true tokens of its answer. Prompts are held-out text, which 96 tokens follow, and tables
 with questions (`models/recall.py`); the first question ends the prompt, the others come with the answer. Rivals keep as
-many rows as FastGen does at the same places, but equally many in every head: the last rows (`window`), the first four
-and the last (`sink + window`), or half the last and half those with most attention (`heavy hitter`). Attention is
-counted over the same 64 rows of the prompt that FastGen sees, or over all (`heavy hitter, all rows`): a worker that has
-the prompt's beginning in its cache does not compute these.
+many rows as `ada` does at the same places, but equally many in every head: the last rows (`window`), the first four and
+the last (`sink + window`), or half the last and half those with most attention (`heavy hitter`), counted over the same
+64 rows of the prompt that `ada` sees.
 
     pruned_pct          rows that heads do not keep at the prompt's end, of all layers and heads
-    prompt_mass_min     recovered mass of the profiled rows, of the worst head of all prompts: of its worst row, or with
-                        `--kept-rows mean` of the mean over rows, by which heads then choose their policies
-    answer_mass         the same over the answer, mean of heads; `query_head_mass_min`: the mean of the worst query head
-    heads_pct           how many percent of heads chose each policy
+    answer_mass         attention of the answer that falls on kept rows, mean of heads; `query_head_mass_min`: the mean
+                        of the worst query head
+    heads_pct           `fastgen`: how many percent of heads chose each policy; `prompt_mass_min`: the mass that a head
+                        recovers of the prompt's rows, of the worst head of all prompts
     loss                nats per token more than with everything, with the 95 % interval over prompts (bootstrap, pairs)
     recall              percent of questions that are answered exactly: the first ones, and the later ones
-    beats_fixed         at how many thresholds neither loss nor recall is worse than the best rival's; in `_same_rows`
-                        the rival that sees all rows is left out
-    freed               bytes that the pool gets back at the prompt's end, over bytes of pruned rows, prompts of 1,000
-                        to 1,900 tokens; the slab for the next 64 tokens is not counted, since any sequence needs one
-    with_codec          losses of a codec, of a threshold, and of both together; whether the last exceeds the sum of the
-                        others by more than a tenth
+    beats_fixed         at how many thresholds neither loss nor recall is worse than the best rival's
+    zap_recall          recall of `zap` over that of exact KV, at the largest threshold at which `zap_kept` is at most
+                        0.45: the share of rows that stay of text or of tables, the larger one; `zap_loss`: its loss
+    same                `fastgen`: the share of 50 prompts of which the engine's policies are those of float64
+    freed               `ada`: bytes that the pool gets back at the prompt's end, over bytes of pruned rows, prompts of
+                        1,000 to 1,900 tokens; the slab for the next 64 tokens is not counted, since any sequence needs
+                        one
+    with_codec          losses of a codec, of a threshold (`ada`), and of both together; whether the last exceeds the
+                        sum of the others by more than a tenth
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,19 +40,21 @@ from numpy.typing import NDArray
 from benchmarks.keep_simulation import (
     FIXED_POLICIES,
     AnswerRecord,
+    CompetingKeeper,
     FixedKeeper,
     Install,
     Keeper,
     PolicyKeeper,
-    PoolRows,
     Prompt,
-    attention_sums,
+    PromptProfile,
+    SurrogateKeeper,
     compute_answer,
     compute_prompt,
+    last_attention,
     own_attention,
     profile_prompt,
 )
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import ADA, FASTGEN, KEEP_RULES, ZAP, KeepSpec
 from engine.calibration.kv_quality import (
     NUM_RESAMPLES,
     Attend,
@@ -62,21 +65,23 @@ from engine.calibration.kv_quality import (
 )
 from kvcache.codecs.calibration import Calibration
 from kvcache.eviction.kept_rows import KeptRows
-from kvcache.eviction.policies import PAPER_ORDER, PUNCT_KIND, KeepRule
+from kvcache.eviction.policies import COMPETED, PUNCT_KIND, KeepRule
+from kvcache.eviction.zap import KeepSurrogate
 from kvcache.layout import KvLayout
 from models.recall import RecallSeries
 
-EVERYTHING, FASTGEN, OTHER_ORDER, ALL_ROWS = "everything", "FastGen", "other order", "heavy hitter, all rows"
-RIVALS = (*FIXED_POLICIES, ALL_ROWS)
+EVERYTHING = "everything"
+RIVALS = tuple(FIXED_POLICIES)
 THRESHOLDS = (0.98, 0.95, 0.91, 0.85, 0.75)
+# `zap` counts the attention of a repetition, which is spread more evenly than that of other text.
+RULE_THRESHOLDS = {ADA: THRESHOLDS, FASTGEN: THRESHOLDS, ZAP: (0.75, 0.6, 0.5, 0.4, 0.3)}
 ANSWER_TOKENS = 96
 FREED_LENGTHS = (1000, 1225, 1450, 1675, 1900)
 # The codec and the threshold that are measured together.
 CODEC, COMBINED = "nuq4-1%", 0.95
-RULES = {FASTGEN: KeepRule(), OTHER_ORDER: KeepRule(PAPER_ORDER)}
-RULE = RULES[FASTGEN]
-# What counts of the mass that a policy recovers of each of the 64 rows: the product's way, and an ablation.
-POOL_ROWS: dict[str, PoolRows] = {"minimum": np.min, "mean": np.mean}
+RULE = KeepRule()
+# The share of rows that `zap` may keep where its recall is told.
+MOST_KEPT = 0.45
 Progress = Callable[[str], None]
 
 
@@ -122,12 +127,13 @@ class Tally:
         else:
             self.losses.append(torch.nn.functional.cross_entropy(record.logits, passage.answer).item())
 
-    def add_policies(self, keeper: PolicyKeeper, record: AnswerRecord, prompt: Prompt) -> None:
-        """Counts what FastGen's heads chose and recovered."""
-        self.prompt_mass.append(float(keeper.recovered().min()))
+    def add_kept(self, keeper: Keeper, record: AnswerRecord, prompt: Prompt) -> None:
+        """Counts what heads kept, and what those of `fastgen` chose and recovered."""
         self.masses.append(torch.stack(record.masses).mean(dim=-1).numpy())
         self.kept.append(record.kept[0] / (prompt.num_heads * len(prompt.ids)))
-        self.policies.update(keeper.policies.reshape(-1).tolist())
+        if isinstance(keeper, PolicyKeeper):
+            self.prompt_mass.append(float(keeper.recovered().min()))
+            self.policies.update(keeper.policies.reshape(-1).tolist())
 
     def recall(self) -> dict[str, float]:
         """Percent of questions that were answered exactly."""
@@ -137,20 +143,22 @@ class Tally:
             for name, some in (("right_pct", every), ("first_pct", self.first), ("later_pct", self.later))
         }
 
-    def describe_choice(self, rule: KeepRule) -> dict[str, Any]:
-        """What heads chose, kept and recovered."""
+    def describe_kept(self) -> dict[str, Any]:
+        """What heads kept and recovered, and the policies that they chose, if there are any."""
         masses, heads = np.stack(self.masses), sum(self.policies.values())
-        return {
+        found: dict[str, Any] = {
             "pruned_pct": round(100 * (1 - float(np.mean(self.kept))), 2),
-            "prompt_mass_min": round(min(self.prompt_mass), 4),
             "answer_mass": round(float(masses.mean()), 4),
             "answer_mass_worst_prompt": round(float(masses.mean(axis=(1, 2, 3)).min()), 4),
             "query_head_mass_min": round(float(masses.mean(axis=0).min()), 4),
-            "heads_pct": {
-                name: round(100 * self.policies[policy] / heads, 1)
-                for policy, name in enumerate(rule.policy_names)
-            },
         }
+        if heads:
+            found["prompt_mass_min"] = round(min(self.prompt_mass), 4)
+            found["heads_pct"] = {
+                name: round(100 * self.policies[policy] / heads, 1)
+                for policy, name in enumerate(RULE.policy_names)
+            }
+        return found
 
 
 def loss_difference(some: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
@@ -161,17 +169,25 @@ def loss_difference(some: Sequence[float], others: Sequence[float]) -> dict[str,
     return {"nats": round(float(more.mean()), 5), "interval": (round(float(low), 5), round(float(high), 5))}
 
 
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """What `zap` needs of a model: its weights, and the frequencies of the model's rotation."""
+
+    weights: KeepSurrogate
+    frequencies: NDArray[np.float64]
+
+
 class EvictionRun:
     """All ways of keeping rows, over passages one by one.
 
     Args:
         model: of transformers.
         kinds: the kind of each token of the vocabulary.
-        pool_rows: what counts of the masses of rows.
+        surrogate: for `zap`.
     """
 
-    def __init__(self, model: Any, kinds: NDArray[np.uint8], pool_rows: PoolRows = np.min) -> None:
-        self._model, self._kinds, self._pool_rows = model, kinds, pool_rows
+    def __init__(self, model: Any, kinds: NDArray[np.uint8], surrogate: Surrogate) -> None:
+        self._model, self._kinds, self._surrogate = model, kinds, surrogate
         self._install: Install = partial(own_attention, model)
         self.tallies: dict[tuple[str, float], Tally] = {}
 
@@ -179,18 +195,26 @@ class EvictionRun:
         """Computes a passage in all ways."""
         tokens = passage_kinds(passage, self._kinds)
         prompt = compute_prompt(self._model, passage.prompt, tokens, self._install)
-        profiles = {name: profile_prompt(prompt, 0, rule, self._pool_rows) for name, rule in RULES.items()}
-        last = [[rows.sum(axis=0) for rows in heads] for heads in profiles[FASTGEN].attention]
-        sums = dict.fromkeys(FIXED_POLICIES, last) | {ALL_ROWS: attention_sums(prompt)}
+        profile = profile_prompt(prompt, 0, RULE)
+        last = [[rows.sum(axis=0) for rows in heads] for heads in profile.last]
         self._answer(passage, prompt, None, EVERYTHING, 1.0)
-        for threshold, name in product(THRESHOLDS, RULES):
-            keeper = PolicyKeeper(prompt, profiles[name], KeepSpec(threshold), RULES[name])
-            record = self._answer(passage, prompt, keeper, name, threshold)
-            self.tallies[name, threshold].add_policies(keeper, record, prompt)
-            counts = [-(-rows // prompt.num_heads) for rows in record.kept]
-            for rival, seen in sums.items():
-                fixed = FixedKeeper(prompt, FIXED_POLICIES[rival.split(",")[0]], counts, seen)
-                self._answer(passage, prompt, fixed, f"{rival} as {name}", threshold)
+        for rule, thresholds in RULE_THRESHOLDS.items():
+            for threshold in thresholds:
+                keeper = self._make_keeper(prompt, profile, KeepSpec(threshold, rule=rule))
+                record = self._answer(passage, prompt, keeper, rule, threshold)
+                self.tallies[rule, threshold].add_kept(keeper, record, prompt)
+                counts = [-(-rows // prompt.num_heads) for rows in record.kept]
+                for rival, choose in FIXED_POLICIES.items() if rule == ADA else ():
+                    fixed = FixedKeeper(prompt, choose, counts, last)
+                    self._answer(passage, prompt, fixed, rival, threshold)
+
+    def _make_keeper(self, prompt: Prompt, profile: PromptProfile, spec: KeepSpec) -> Keeper:
+        surrogate = self._surrogate
+        if spec.rule == ADA:
+            return CompetingKeeper(prompt, profile.last, spec)
+        if spec.rule == FASTGEN:
+            return PolicyKeeper(prompt, profile, spec, RULE)
+        return SurrogateKeeper(prompt, surrogate.weights, surrogate.frequencies, spec)
 
     def _answer(
         self, passage: Passage, prompt: Prompt, keeper: Keeper | None, name: str, threshold: float
@@ -207,7 +231,7 @@ def passage_kinds(passage: Passage, kinds: NDArray[np.uint8]) -> NDArray[np.uint
 
 
 def summarize_run(text: EvictionRun, tables: EvictionRun | None) -> dict[str, Any]:
-    """The figures of both orders, and at how many thresholds each is no worse than the best rival."""
+    """The figures of all rules, and at how many thresholds `ada` is no worse than the best rival."""
     exact = text.tallies[EVERYTHING, 1.0].losses
 
     def figures_of(name: str, threshold: float) -> dict[str, Any]:
@@ -216,23 +240,44 @@ def summarize_run(text: EvictionRun, tables: EvictionRun | None) -> dict[str, An
             found["recall"] = tables.tallies[name, threshold].recall()
         return found
 
-    figures: dict[str, Any] = {}
-    for name, rule in RULES.items():
-        rows, beaten = dict[str, Any](), {"beats_fixed": 0, "beats_fixed_same_rows": 0}
-        for threshold in THRESHOLDS:
-            row = figures_of(name, threshold) | text.tallies[name, threshold].describe_choice(rule)
-            if tables is not None:
-                row["tables"] = tables.tallies[name, threshold].describe_choice(rule)
-            rivals = {rival: figures_of(f"{rival} as {name}", threshold) for rival in RIVALS}
-            beaten["beats_fixed"] += is_no_worse(row, [*rivals.values()])
-            beaten["beats_fixed_same_rows"] += is_no_worse(row, [rivals[one] for one in FIXED_POLICIES])
-            rows[str(threshold)] = row | {"rivals": rivals}
-        chosen = rows["0.95"]
-        figures[name] = {**beaten, "pruned_95_pct": chosen["pruned_pct"], "loss_95": chosen["loss"]}
-        figures[name]["thresholds"] = rows
+    figures: dict[str, Any] = {rule: {} for rule in KEEP_RULES}
+    for rule, threshold in [(rule, one) for rule, every in RULE_THRESHOLDS.items() for one in every]:
+        row = figures_of(rule, threshold) | text.tallies[rule, threshold].describe_kept()
+        if tables is not None:
+            row["tables"] = tables.tallies[rule, threshold].describe_kept()
+        figures[rule].setdefault("thresholds", {})[str(threshold)] = row
+    beaten = 0
+    for threshold, row in figures[ADA]["thresholds"].items():
+        row["rivals"] = {rival: figures_of(rival, float(threshold)) for rival in RIVALS}
+        beaten += is_no_worse(row, [*row["rivals"].values()])
+    figures[ADA]["beats_fixed"] = beaten
     if tables is not None:
         figures["recall_of_everything"] = tables.tallies[EVERYTHING, 1.0].recall()
+        figures[ZAP] |= summarize_zap(
+            figures[ZAP]["thresholds"], figures["recall_of_everything"]["right_pct"]
+        )
     return figures
+
+
+def summarize_zap(rows: Mapping[str, Mapping[str, Any]], exact_pct: float) -> dict[str, Any]:
+    """`zap_recall`, `zap_kept` and `zap_loss` at the largest threshold that keeps few enough rows; else at the least.
+
+    Args:
+        rows: by threshold, the largest first.
+        exact_pct: recall of exact KV.
+    """
+    kept = {
+        threshold: 1 - min(row["pruned_pct"], row["tables"]["pruned_pct"]) / 100
+        for threshold, row in rows.items()
+    }
+    chosen = next((one for one, share in kept.items() if share <= MOST_KEPT), [*kept][-1])
+    row = rows[chosen]
+    return {
+        "zap_threshold": float(chosen),
+        "zap_recall": round(row["recall"]["right_pct"] / exact_pct, 4),
+        "zap_kept": round(kept[chosen], 4),
+        "zap_loss": row["loss"]["nats"],
+    }
 
 
 def is_no_worse(row: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> bool:
@@ -256,14 +301,14 @@ def measure_freed(
         start = number * (len(stream) - length) // len(FREED_LENGTHS)
         ids = torch.tensor(stream[start : start + length])
         prompt = compute_prompt(model, ids, kinds[ids.numpy()], install)
-        keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, RULE), KeepSpec(threshold), RULE)
-        heads = [(layer, head) for layer in range(layout.layers) for head in range(layout.kv_heads)]
+        keeper = CompetingKeeper(prompt, last_attention(prompt), KeepSpec(threshold))
+        heads = [one for layer in range(layout.layers) for one in keeper.keep_of_prompt(layer)]
         kept = KeptRows.from_heads(
             layout,
             0,
             length,
-            keeper.policies,
-            [np.flatnonzero(keeper.keep_of_prompt(*one)).astype(np.int32) for one in heads],
+            np.full((layout.layers, layout.kv_heads), COMPETED, np.uint8),
+            [np.flatnonzero(one).astype(np.int32) for one in heads],
         )
         kept.check()
         freed += (layout.num_chunks(length) - kept.num_slabs) * layout.chunk_bytes
@@ -283,7 +328,7 @@ def measure_with_codec(
     for passage in passages:
         for codec, (first, then) in (("", (raw, raw)), (name, coded)):
             prompt = compute_prompt(model, passage.prompt, passage_kinds(passage, kinds), first)
-            keeper = PolicyKeeper(prompt, profile_prompt(prompt, 0, RULE), KeepSpec(COMBINED), RULE)
+            keeper = CompetingKeeper(prompt, last_attention(prompt), KeepSpec(COMBINED))
             for keep, one in (("", None), ("evicted", keeper)):
                 record = compute_answer(model, prompt, passage.answer, one, then)
                 loss = torch.nn.functional.cross_entropy(record.logits, passage.answer).item()
@@ -312,7 +357,7 @@ def measure_eviction(
     kinds: NDArray[np.uint8],
     stream: Sequence[int],
     progress: Progress,
-    pool_rows: PoolRows = np.min,
+    surrogate: Surrogate,
 ) -> dict[str, Any]:
     """The part `eviction` of the figures of one model.
 
@@ -324,13 +369,13 @@ def measure_eviction(
         kinds: the kind of each token of the vocabulary.
         stream: held-out text.
         progress: called with a line from time to time.
-        pool_rows: what counts of the masses of rows; `freed` and `with_codec` are always those of the product.
+        surrogate: for `zap`.
     """
-    text, passages = EvictionRun(model, kinds, pool_rows), [text_passage(window) for window in windows]
+    text, passages = EvictionRun(model, kinds, surrogate), [text_passage(window) for window in windows]
     for number, passage in enumerate(passages):
         text.add_passage(passage)
         progress(f"eviction: {number + 1} of {len(passages)} windows")
-    tables = EvictionRun(model, kinds, pool_rows) if series else None
+    tables = EvictionRun(model, kinds, surrogate) if series else None
     for number, one in enumerate(series):
         assert tables is not None
         tables.add_passage(recall_passage(one))
@@ -350,16 +395,14 @@ def measure_eviction(
 
 def print_eviction(figures: Mapping[str, Any]) -> None:
     """The figures as lines for people."""
-    for name in RULES:
-        for threshold, row in figures[name]["thresholds"].items():
-            heads = ", ".join(f"{policy} {share:.0f}" for policy, share in row["heads_pct"].items())
-            print(
-                f"  {name}, T {threshold}: pruned {row['pruned_pct']} %, mass {row['answer_mass']}; heads: {heads}"
-            )
-            for way, cells in {name: row, **row["rivals"]}.items():
+    for rule in KEEP_RULES:
+        for threshold, row in figures[rule]["thresholds"].items():
+            heads = ", ".join(f"{policy} {share:.0f}" for policy, share in row.get("heads_pct", {}).items())
+            print(f"  {rule}, T {threshold}: pruned {row['pruned_pct']} %, mass {row['answer_mass']} {heads}")
+            for way, cells in {rule: row, **row.get("rivals", {})}.items():
                 low, high = cells["loss"]["interval"]
                 recall = f"  recall {cells['recall']['right_pct']:5.1f} %" if "recall" in cells else ""
                 print(f"    {way:24} {cells['loss']['nats']:+.4f} nats ({low:+.4f} to {high:+.4f}){recall}")
-        aims = ("beats_fixed", "beats_fixed_same_rows", "pruned_95_pct", "loss_95")
-        print(f"  {name}: " + ", ".join(f"{aim} {figures[name][aim]}" for aim in aims))
+        aims = [f"{aim} {value}" for aim, value in figures[rule].items() if aim != "thresholds"]
+        print(f"  {rule}: " + ", ".join(aims))
     print("  " + ", ".join(f"{name} {figures[name]}" for name in ("punct_pct", "freed", "with_codec")))

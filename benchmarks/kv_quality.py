@@ -55,8 +55,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.kv_eviction import ANSWER_TOKENS, POOL_ROWS, measure_eviction, print_eviction
+from benchmarks.kept_policies import measure_same
+from benchmarks.kv_eviction import ANSWER_TOKENS, Surrogate, measure_eviction, print_eviction
 from benchmarks.kv_schemes import HEAD_DIM, LAYERS, WIDTH, fit_samples, list_schemes
+from diptych.eviction_spec import FASTGEN, ZAP
+from engine.calibration.keep_fit import fit_surrogate
 from engine.calibration.kv_capture import capture_layers
 from engine.calibration.kv_quality import (
     CodingScheme,
@@ -68,6 +71,8 @@ from engine.calibration.kv_quality import (
     model_forward,
     score_windows,
 )
+from engine.model.checkpoint import Checkpoint
+from engine.model.rope import rope_frequencies
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from kvcache.codecs.calibration import CALIBRATED_NAMES, Calibration
 from kvcache.codecs.codec_id import CODE_BITS
@@ -82,6 +87,7 @@ FOLDER = Path(__file__).parents[1] / "models" / "tiny"
 CALIBRATION_SEQUENCES, CALIBRATION_TOKENS = 16, 2048
 PARTS = ("perplexity", "prefill", "recall", "calibration", "eviction")
 SIMULATION = "simulation"
+EMBEDDED = "embedded"
 # Codecs whose recall and prefill are measured.
 COMPARED = ("int8", "nuq4-1%", "nuq3-1%", "nuq2-1%", "tq4", "tq3")
 # Recall: distances in tokens, questions after each table, and kinds of values, all of several tokens.
@@ -244,7 +250,9 @@ def measure_calibration(model: Any, windows: Sequence[torch.Tensor]) -> dict[str
     return {"calibration": rows}
 
 
-def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.Namespace) -> dict[str, Any]:
+def measure_model(
+    model: Any, windows: Sequence[torch.Tensor], given: argparse.Namespace, name: str
+) -> dict[str, Any]:
     """The figures of one model."""
     show_progress("calibrating")
     sequences = calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, CALIBRATION_TOKENS)
@@ -272,11 +280,13 @@ def measure_model(model: Any, windows: Sequence[torch.Tensor], given: argparse.N
         if "calibration" in given.parts and given.through == SIMULATION:
             figures |= measure_calibration(model, windows)
     if "eviction" in given.parts:
-        figures["eviction"] = measure_kept(model, full, given)
+        figures["eviction"] = measure_kept(model, full, given, name)
     return figures
 
 
-def measure_kept(model: Any, calibration: Calibration, given: argparse.Namespace) -> dict[str, Any]:
+def measure_kept(
+    model: Any, calibration: Calibration, given: argparse.Namespace, name: str
+) -> dict[str, Any]:
     """The part `eviction`: prompts of `--tokens` tokens, and tables at all distances."""
     held_out = HeldOutText(FOLDER)
     series = [
@@ -286,9 +296,18 @@ def measure_kept(model: Any, calibration: Calibration, given: argparse.Namespace
     ]
     windows = held_out_windows(FOLDER, given.windows, given.tokens + ANSWER_TOKENS)
     kinds = read_token_kinds(ModelTokenizer.load(FOLDER), model.config.vocab_size)
-    return measure_eviction(
-        model, windows, series, calibration, kinds, held_out.stream, show_progress, POOL_ROWS[given.kept_rows]
-    )
+    config = Checkpoint.resolve(str(FOLDER)).config
+    frequencies = rope_frequencies(config.rope, config.head_dim).double().numpy()
+    texts = calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, CALIBRATION_TOKENS)
+    weights = fit_surrogate(model, texts, calibration.model, frequencies)
+    figures = measure_eviction(
+        model, windows, series, calibration, kinds, held_out.stream, show_progress,
+        Surrogate(weights, frequencies),
+    )  # fmt: skip
+    figures[ZAP]["r2"] = round(weights.r2, 4)
+    if name == EMBEDDED:
+        figures[FASTGEN]["same"] = measure_same(FOLDER, model, kinds, held_out.stream)
+    return figures
 
 
 def loss_ratios(rows: dict[str, Any]) -> dict[str, Any]:
@@ -344,7 +363,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--windows", type=int, default=24, help="windows of held-out text")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--models", nargs="+", choices=("embedded", "twin"), default=["embedded", "twin"])
+    parser.add_argument("--models", nargs="+", choices=(EMBEDDED, "twin"), default=[EMBEDDED, "twin"])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to measure; default: all")
     parser.add_argument(
         "--through",
@@ -357,12 +376,6 @@ def main() -> None:
         "--tables", type=int, default=50, help=f"tables per cell, with {QUESTIONS} questions each"
     )
     parser.add_argument("--kept-tables", type=int, default=16, help="the same for the part `eviction`")
-    parser.add_argument(
-        "--kept-rows",
-        choices=tuple(POOL_ROWS),
-        default="minimum",
-        help="the same part: what counts of a policy's mass over the profiled rows; `mean` is an ablation",
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against bytes per token")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -373,7 +386,7 @@ def main() -> None:
         model.eval()
         if name == "twin":
             make_twin(model, HEAD_DIM)
-        figures["models"][name] = measure_model(model, windows, given)
+        figures["models"][name] = measure_model(model, windows, given, name)
     if given.plot is not None and "perplexity" in given.parts:
         draw_plot(figures, given.plot)
     print(json.dumps(figures)) if given.json else print_table(figures)

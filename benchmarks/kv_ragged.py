@@ -1,9 +1,11 @@
-"""What eviction per head costs on the CPU: profiling a prompt, and decoding over ragged heads.
+"""What eviction per head costs on the CPU: deciding about a prompt, and decoding over ragged heads.
 
 A part of `benchmarks.kv_decode`, which prints it. The embedded model reads source text; figures are ratios of medians:
 
-profile_share   profiling 1,024 tokens at T = .95 / their prefill
-plan_share      the whole plan, with the copy of kept rows / the same prefill
+plan_share      deciding about 1,024 tokens at T = .95 by `zap`, with the copy of kept rows / their prefill
+ada_share       the same by `ada`
+fastgen_share   the same by `fastgen`
+fastgen_prefill a prefill that adds up the attention of all rows for `fastgen` / the same prefill
 ragged_ratio    decode attention of all layers and the packing of its step, per row of KV that is read: 16 sequences
                 of 1,920 tokens after eviction at T = .95, with half a ring each / the same sequences with all KV
 kept_share      rows that these sequences kept, of those behind the boundary (0 tokens)
@@ -14,6 +16,7 @@ from __future__ import annotations
 import string
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,12 +27,12 @@ from tokenizers import Tokenizer
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import ADA, FASTGEN, KEEP_RULES, ZAP, KeepSpec
 from engine.batching.batch import pack_batch
 from engine.cpu.attention import CpuAttention
-from engine.cpu.eviction.decision import DecisionPoint
 from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
+from engine.model.calibration_file import load_surrogate
 from engine.model.checkpoint import Checkpoint
 from engine.protocols import EvictionOrder
 from engine.step_work import KeptWork, StepWork
@@ -37,7 +40,8 @@ from kvcache.eviction.policies import PUNCT_KIND, SPECIAL_KIND
 from kvcache.pool import KvPool
 
 SEQUENCES, TOKENS, PROMPT, RING, CONTEXT = 16, 1920, 1024, 32, 2048
-SPEC = KeepSpec(0.95, 0)
+SPECS = {rule: KeepSpec(0.95, 0, rule) for rule in KEEP_RULES}
+SPEC = SPECS[ADA]
 SOURCES = Path(__file__).parents[1] / "engine"
 
 
@@ -71,7 +75,7 @@ class RaggedBenchmark:
         layout = files.layout()
         self.chunks = layout.num_chunks(TOKENS)
         self.pool = KvPool(layout, SEQUENCES * (2 * self.chunks + 2) + self.chunks)
-        setup = EvictionSetup(read_kinds(tokenizer))
+        setup = EvictionSetup(read_kinds(tokenizer), surrogate=load_surrogate(files))
         self.runner = CpuModelRunner.load(files, self.pool, CONTEXT, eviction=setup)
         (attention,) = self.runner._attentions
         assert attention.evictor is not None and isinstance(attention.attention, CpuAttention)
@@ -125,29 +129,29 @@ class RaggedBenchmark:
         tokens = self.prompts[0][:PROMPT]
         self.runner.run([StepWork(tokens, 0, self.spare, "last", tokens[0], kept)])
 
-    def order(self) -> EvictionOrder:
-        """The eviction of that prompt."""
-        return EvictionOrder("prefilled", self.prompts[0][:PROMPT], PROMPT, SPEC, self.spare)
-
-    def profile(self) -> None:
-        """The decision alone."""
-        order, sequence = self.order(), self.evictor._sequences["prefilled"]
-        source, _ = self.evictor._find_source(order, order.slabs, None, 0)
-        kinds, rows = self.evictor._kinds[np.asarray(order.tokens)], np.arange(PROMPT - 64, PROMPT)
-        point = DecisionPoint(PROMPT, SPEC, kinds, rows, sequence.queries, source)
-        self.evictor._decider.profile_prompt(point)
+    def plan(self, rule: str) -> None:
+        """Decide about that prompt."""
+        tokens = self.prompts[0][:PROMPT]
+        self.runner.plan_eviction(EvictionOrder(rule, tokens, PROMPT, SPECS[rule], self.spare))
 
 
 def measure_eviction(rounds: int) -> dict[str, float]:
     """The figures above, of medians over rounds, and the medians in milliseconds."""
     bench = RaggedBenchmark()
-    bench.prefill(KeptWork("prefilled", PROMPT, SPEC, False))
+    records = {rule: KeptWork(rule, PROMPT, spec, False) for rule, spec in SPECS.items()}
+    for kept in records.values():
+        bench.prefill(kept)
+
+    def prefill_anew() -> None:
+        bench.runner.forget_kept(FASTGEN)
+        bench.prefill(records[FASTGEN])
+
     calls: dict[str, Callable[[], object]] = {
         "whole": bench.decode_whole,
         "ragged": bench.decode_ragged,
         "prefill": lambda: bench.prefill(None),
-        "profile": bench.profile,
-        "plan": lambda: bench.runner.plan_eviction(bench.order()),
+        "fastgen_prefill": prefill_anew,
+        **{rule: partial(bench.plan, rule) for rule in KEEP_RULES},
     }
     for call in calls.values():
         call()
@@ -158,8 +162,10 @@ def measure_eviction(rounds: int) -> dict[str, float]:
     middle = {name: median(times) for name, times in taken.items()}
     per_row = middle["ragged"] / bench.ragged_rows, middle["whole"] / bench.whole_rows
     return {
-        "profile_share": round(middle["profile"] / middle["prefill"], 4),
-        "plan_share": round(middle["plan"] / middle["prefill"], 4),
+        "plan_share": round(middle[ZAP] / middle["prefill"], 4),
+        "ada_share": round(middle[ADA] / middle["prefill"], 4),
+        "fastgen_share": round(middle[FASTGEN] / middle["prefill"], 4),
+        "fastgen_prefill": round(middle["fastgen_prefill"] / middle["prefill"], 3),
         "ragged_ratio": round(per_row[0] / per_row[1], 3),
         "kept_share": round(bench.kept_rows / bench.all_rows, 3),
     } | {f"{name}_ms": round(1e3 * value, 2) for name, value in middle.items()}

@@ -10,31 +10,40 @@ the delivered tokens again decides as the attempt before.
 
 from __future__ import annotations
 
+import re
+from typing import Annotated
+
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
 
-# The last rows of a prompt, from which its heads are profiled. They are always computed, whatever prefix is cached.
+# The last rows of a prompt, or of a block of its answer, by whose attention heads judge what they keep.
 PROFILE_ROWS = 64
 # Slabs that a sequence that evicts may need beside those of its tokens: one for the tokens since the last decision (the
 # ring), and one for the map of what its heads kept.
 RING_AND_MAP = 2
 RING_AND_MAP_TOKENS = RING_AND_MAP * CHUNK_TOKENS
+# Rules that say which tokens a head keeps, see docs/eviction.md. `zap` needs weights, whose digest may follow: any
+# others are another rule.
+ADA, FASTGEN, ZAP = KEEP_RULES = ("ada", "fastgen", "zap")
+RULE_PATTERN = re.compile(r"ada|fastgen|zap(@[0-9a-f]{16})?")
 
 
 class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How much of its attention every head of an attempt keeps, and from which position on tokens may be dropped.
+    """How much of its attention an attempt keeps, by which rule, and from which position on tokens may be dropped.
 
-    `threshold` (T in FastGen, Ge et al. 2024, section 3) is the share of a head's attention over the prompt that its
-    policy must recover: more than 0, at most 1. With 1 nothing is dropped. Positions below `boundary`, a number of
-    tokens in whole chunks, always stay.
+    `threshold` (T in FastGen, Ge et al. 2024, section 3) is the share of the attention over the prompt that must be
+    recovered: more than 0, at most 1. With 1 nothing is dropped. Positions below `boundary`, a number of tokens in
+    whole chunks, always stay. `rule` says which tokens go (`RULE_PATTERN`).
 
     Raises:
-        ValueError: the threshold is not above 0 and at most 1, or the boundary is not a number of whole chunks.
+        ValueError: the threshold is not above 0 and at most 1, the boundary is not a number of whole chunks, or the
+            rule is unknown.
     """
 
     threshold: float = 1.0
     boundary: int = 0
+    rule: Annotated[str, msgspec.Meta(examples=[ADA])] = ADA
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
@@ -43,11 +52,30 @@ class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             raise ValueError(
                 f"a boundary is a number of chunks of {CHUNK_TOKENS} tokens, not {self.boundary} tokens"
             )
+        if not RULE_PATTERN.fullmatch(self.rule):
+            raise ValueError(f"a rule is {' or '.join(KEEP_RULES)}, not {self.rule[:40]!r}")
 
     @property
     def evicts(self) -> bool:
         """Whether anything may be dropped."""
         return self.threshold < 1
+
+    def attachable_tokens(self, prompt_tokens: int) -> int:
+        """How many leading tokens of a prompt need not be computed if they are cached, for its decision's sake.
+
+        `fastgen` looks at all rows, `ada` at the last ones, and `zap` at none.
+        """
+        rows = {ADA: PROFILE_ROWS, FASTGEN: prompt_tokens}.get(self.rule, 0)
+        return max(0, prompt_tokens - rows)
+
+    def fits_rule(self, rule: str) -> bool:
+        """Whether a worker that has `rule` can follow this one: `zap` without a digest takes any weights."""
+        return self.rule == rule or (self.rule == ZAP and rule.startswith(ZAP))
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the rule is `zap`."""
+        return self.rule.startswith(ZAP)
 
     @property
     def boundary_chunks(self) -> int:

@@ -57,7 +57,8 @@ class EvictionReport:
 
     `bag_slabs` is how many slabs the kept rows need. A row is the KV of one token in one layer and KV head: of
     `all_rows` behind the boundary, `kept_rows` stay. `policies` counts heads by the name of their policy.
-    `sizes` says what the rows of each head and page need, however ranks split them.
+    `sizes` says what the rows of each head and page need, however ranks split them. A rank whose heads compete with
+    those of others first reports only how many rows do, in `tally` (`kvcache.eviction.ada.LayerTally`).
     """
 
     bag_slabs: int
@@ -65,6 +66,7 @@ class EvictionReport:
     all_rows: int
     policies: Mapping[str, int]
     sizes: BagSizes = BagSizes()
+    tally: bytes = b""
 
 
 class EvictingRunner(StepRunner, Protocol):
@@ -76,6 +78,10 @@ class EvictingRunner(StepRunner, Protocol):
     @property
     def can_evict(self) -> bool:
         """Whether it was set up to evict; if not, everything below raises ValueError, but for `forget_kept`."""
+
+    @property
+    def keep_rules(self) -> Sequence[str]:
+        """The rules by which it can evict, as `KeepSpec` names them."""
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """Decide what every head keeps, and copy the kept rows aside, so that the sequence can give up its slabs.

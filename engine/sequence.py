@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
-from diptych.eviction_spec import KEEP_ALL, PROFILE_ROWS, RING_AND_MAP, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, RING_AND_MAP, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
 from kvcache.prefix_tree import chunk_keys
 
@@ -169,14 +169,16 @@ class Sequence:
     def attachable_keys(self) -> list[bytes]:
         """Addresses of the chunks that need not be computed if they are cached.
 
-        The last token always is computed, for its logits; if the sequence evicts, so are the last `PROFILE_ROWS` of
-        its prompt.
+        The last token always is computed, for its logits; if the sequence evicts, so are the rows of its prompt by
+        which its heads judge.
         """
         if (self.scores_prompt or self.pools_all_rows) and not self.parked:
             return []
         if self.parked or self.kept_slabs:
             return self.keys[: self.full_chunks(self.computed)]
-        last = len(self.prompt) - PROFILE_ROWS if self.keep.evicts else self.total - 1
+        last = self.total - 1
+        if self.keep.evicts:
+            last = min(last, self.keep.attachable_tokens(len(self.prompt)))
         return self.keys[: max(0, last) // CHUNK_TOKENS]
 
     def full_chunks(self, tokens: int) -> int:

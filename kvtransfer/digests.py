@@ -181,7 +181,12 @@ class ChunkDigester:
         ]
         fields += [context.dtype, *context.shape, context.fingerprint]
         fields += [context.chunk_bytes, context.codec, context.algorithm]
-        fields += [repr(context.keep.threshold), context.keep.boundary, context.num_bag_slabs]
+        fields += [
+            repr(context.keep.threshold),
+            context.keep.boundary,
+            context.keep.rule,
+            context.num_bag_slabs,
+        ]
         fields += [context.bag.tp, context.bag.pp]
         for counts in context.bag.sizes:
             fields += [len(counts), *counts]

@@ -165,6 +165,7 @@ def check_ticket(
         ("epoch", context.epoch, epoch),
         ("eviction threshold", context.keep.threshold, keep.threshold),
         ("eviction boundary", context.keep.boundary, keep.boundary),
+        ("eviction rule", context.keep.rule, keep.rule),
         ("num_tokens", context.num_tokens, num_tokens),
         ("dtype", context.dtype, layout.dtype),
         ("chunk shape", tuple(context.shape), layout.chunk_shape),

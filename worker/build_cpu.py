@@ -20,7 +20,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.cpu.weights.decoder_weights import OnPacked
 from engine.loop import Engine
-from engine.model.calibration_file import calibration_path
+from engine.model.calibration_file import calibration_path, load_surrogate
 from engine.model.checkpoint import Checkpoint
 from engine.model.tokenizer import ModelTokenizer, read_token_kinds
 from engine.protocols import StepObserver
@@ -60,8 +60,9 @@ class EngineParts:
     pool: ShardedPool
     # The processes of the other ranks; None if the worker has one rank.
     ranks: RankProcesses | None
-    # The KV classes in which the engine can evict.
+    # The KV classes in which the engine can evict, and the rules by which it can.
     keep_classes: tuple[str, ...] = ()
+    keep_rules: tuple[str, ...] = ()
     # What evicts, if that is not loaded at the start.
     eviction_kernels: EvictionKernels | None = None
 
@@ -103,7 +104,7 @@ def build_engine(
     kv = _build_arenas(pools, spec.prefix_caching)
     ranks = RankProcesses(spec.worker, partial(exit_fatally, supervisor)) if len(memories) > 1 else None
     tokenizer, packed = load_tokenizer(model.checkpoint.path), partial(supervisor.report_progress, "load")
-    eviction = _eviction_setup(model, tokenizer) if _has_eviction_memory(spec, model) else None
+    eviction = _eviction_setup(spec, model, tokenizer) if _has_eviction_memory(spec, model) else None
     try:
         if ranks is None:
             runner = _load_single(model, [by_rank[0] for by_rank in pools], eviction, packed)
@@ -128,7 +129,8 @@ def build_engine(
     if eviction is not None and _evicts_later(spec):
         kernels = EvictionKernels(_leader_spec(spec, model, None), runner.rank_evictor.list_kernels)
         engine.decisions.preparation = bulk.decisions.preparation = kernels
-    return EngineParts(engine, bulk, kv, pool, ranks, model.kv_classes if eviction else (), kernels)
+    keeps = (model.kv_classes, eviction.rules) if eviction else ((), ())
+    return EngineParts(engine, bulk, kv, pool, ranks, *keeps, kernels)
 
 
 def _evicts_later(spec: WorkerSpec) -> bool:
@@ -251,8 +253,12 @@ def _machine_identity() -> tuple[object, ...]:
     return (kernel_source_stamp(matmul), kernel_source_stamp(attention), len(os.sched_getaffinity(0)), boot)
 
 
-def _eviction_setup(model: ResolvedModel, tokenizer: ModelTokenizer | None) -> EvictionSetup | None:
+def _eviction_setup(
+    spec: WorkerSpec, model: ResolvedModel, tokenizer: ModelTokenizer | None
+) -> EvictionSetup | None:
     """What a worker's runner needs to evict KV; None without a tokenizer."""
     if tokenizer is None:
         return None
-    return EvictionSetup(read_token_kinds(tokenizer, model.checkpoint.config.vocab))
+    surrogate = load_surrogate(model.checkpoint, spec.kv_cache_calibration)
+    kinds = read_token_kinds(tokenizer, model.checkpoint.config.vocab)
+    return EvictionSetup(kinds, surrogate=surrogate)

@@ -58,6 +58,7 @@ from engine.model.weights import WeightReader
 from engine.protocols import EvictionReport
 from kvcache.codecs.calibration import CalibratedModel, Calibration, read_calibration
 from kvcache.eviction.policies import KeepRule
+from kvcache.eviction.zap import pack_surrogate, parse_surrogate
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool
 from kvtransfer.resharding import plan_spans
@@ -86,19 +87,21 @@ class RankClass(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankEviction(msgspec.Struct, frozen=True):
-    """An `EvictionSetup`, as ranks get it: the kinds are one byte per token of the vocabulary."""
+    """An `EvictionSetup`, as ranks get it: bytes of tokens' kinds, and of the surrogate's file, with its model."""
 
     kinds: bytes
     rule: KeepRule
+    surrogate: tuple[bytes, CalibratedModel] | None = None
 
     @classmethod
     def of(cls, setup: EvictionSetup) -> RankEviction:
         """The setup in this form."""
-        return cls(setup.kinds.tobytes(), setup.rule)
+        return cls(setup.kinds.tobytes(), setup.rule, pack_surrogate(setup.surrogate))
 
     def to_setup(self) -> EvictionSetup:
         """The setup that the runner takes."""
-        return EvictionSetup(np.frombuffer(self.kinds, np.uint8), self.rule)
+        weights = self.surrogate and parse_surrogate(*self.surrogate)
+        return EvictionSetup(np.frombuffer(self.kinds, np.uint8), self.rule, weights)
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -122,9 +125,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     prepared: tuple[str, str] | None = None
     # An inherited file descriptor of a `SharedMemory`, and its size in bytes.
     memory: tuple[int, int] = (-1, 0)
-    # A file in a private folder, through which the ranks find each other.
+    # A file in a private folder, through which the ranks find each other; and the core of rank 0, if it is pinned.
     meeting: str = ""
-    # The core that rank 0 is pinned to; None if it is not pinned.
     core: int | None = None
     threads: int = 1
     # Seconds to wait for another rank within a step.

@@ -118,7 +118,9 @@ class CpuModelRunner:
             store = RawStore(pool, raw, windows)
         alone = decoder.placement.world == 1
         if eviction is not None:
-            evictor = CpuEvictor(pool, store, decoder.heads, windows, eviction, alone)
+            evictor = CpuEvictor(
+                pool, store, decoder.heads, windows, eviction, alone, shard, self._frequencies
+            )
         bounds = RunnerBounds(layout, pool.num_slabs, self.max_model_len, self.vocab_size)
         return PoolAttention(pool.first, bounds, attention, evictor)
 
@@ -212,6 +214,11 @@ class CpuModelRunner:
     def can_evict(self) -> bool:
         """As `EvictingRunner.can_evict`."""
         return self.rank_evictor.can_evict
+
+    @property
+    def keep_rules(self) -> Sequence[str]:
+        """As `EvictingRunner.keep_rules`."""
+        return self.rank_evictor.keep_rules
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""

@@ -40,6 +40,10 @@ class DecisionPoints:
         """Raises SequenceRefused if `seq` evicts or pools, and the runner does not."""
         if seq.keep.evicts and not getattr(self._runner, "can_evict", False):
             raise SequenceRefused("internal_error", "the runner of this worker cannot evict KV")
+        rules = getattr(self._runner, "keep_rules", None)
+        if seq.keep.evicts and rules is not None and not any(map(seq.keep.fits_rule, rules)):
+            why = f"it can by {' and '.join(rules)}, and the request asks for {seq.keep.rule}"
+            raise SequenceRefused("internal_error", "this worker cannot evict KV by the request's rule", why)
         if seq.sampling.pooling is not None and not getattr(self._runner, "can_pool", False):
             raise SequenceRefused("internal_error", "the runner of this worker cannot pool")
 

@@ -3,7 +3,8 @@
 What is remembered of each sequence that evicts, from the end of its prompt until it leaves or is computed again:
 
     queries      those of 64 tokens, of every layer and head, as float32
-    its map      where the rows are that its heads keep, at most all: two numbers each
+    its map      where the rows are that its heads keep, at most all: two numbers each; before the first decision rule
+                 `fastgen` has two sums each there
 
 and of the one sequence that is deciding at a time, a float32 copy of the rows that it keeps, as long as its bag. Codes
 take about as much at most: their copy, with what one layer expands to.

@@ -1,4 +1,5 @@
-"""Finds the calibration file of a model: `kvquant.safetensors` beside its weights, or the one that is named."""
+"""Finds the calibration files of a model beside its weights, or where they are named: `kvquant.safetensors`, which
+codecs need, and `kvquant.zap`, by which evictions decide."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 from engine.model.checkpoint import Checkpoint
 from kvcache.codecs.calibration import FILE_NAME, CalibratedModel, Calibration, read_calibration
+from kvcache.eviction import zap
 
 
 def identify_model(checkpoint: Checkpoint) -> CalibratedModel:
@@ -36,3 +38,17 @@ def load_calibration(checkpoint: Checkpoint, path: str = "") -> Calibration | No
     if not path and not file.is_file():
         return None
     return read_calibration(file, identify_model(checkpoint))
+
+
+def load_surrogate(checkpoint: Checkpoint, path: str = "") -> zap.KeepSurrogate | None:
+    """What the eviction rule `zap` needs of a model; None if there is no such file.
+
+    Args:
+        checkpoint: of the model that it must belong to.
+        path: the file of its codecs' calibration, if one was named: this one is beside it.
+
+    Raises:
+        ModelError: the file cannot be read, is damaged, of another model, or holds numbers that cannot be right.
+    """
+    file = zap.surrogate_path(calibration_path(checkpoint, path))
+    return zap.read_surrogate(file, identify_model(checkpoint)) if file.is_file() else None

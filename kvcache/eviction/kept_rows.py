@@ -34,14 +34,14 @@ from diptych.chunks import CHUNK_TOKENS
 from kvcache.codecs.bit_packing import packed_bytes
 from kvcache.codecs.codec_id import CALIBRATED, CodecId
 from kvcache.codecs.storage import index_bits, outliers_per_side
-from kvcache.eviction.policies import FULL
+from kvcache.eviction.policies import FULL, LAST_POLICY
 from kvcache.layout import KvLayout
 
 FRAME_TOKENS = 16
 FRAMES_PER_PAGE = CHUNK_TOKENS // FRAME_TOKENS
 
 _HEADER = struct.Struct("<4s4H4I")
-_MAGIC, _VERSION = b"KEPT", 3
+_MAGIC, _VERSION = b"KEPT", 4
 # Scale and zero point of a token's values, two float16.
 _TOKEN_BYTES = 4
 
@@ -365,8 +365,8 @@ class KeptRows:
         if self.policies.shape != shape or self.counts.shape != shape:
             raise ValueError(f"a map of {self.counts.shape} heads is not of a layout with {shape}")
         _require_range(self.boundary, self.length)
-        if self.policies.max() > FULL:
-            raise ValueError(f"policies are 0 to {FULL}, not {self.policies.max()}")
+        if self.policies.max() > LAST_POLICY:
+            raise ValueError(f"policies are 0 to {LAST_POLICY}, not {self.policies.max()}")
         if (self.counts < 0).any() or int(self.counts.sum()) != self.num_rows:
             raise ValueError(f"{self.num_rows} rows are kept, not those that are counted")
         if not self.num_rows:

@@ -1,20 +1,19 @@
-"""Which tokens each KV head keeps, after FastGen (Ge et al. 2024, "Model Tells You What to Discard", sections 3 and 4).
+"""The rule `fastgen`: which tokens each KV head keeps (Ge et al. 2024, "Model Tells You What to Discard").
 
 A head has one of five policies, from the cheapest to the most expensive. Each keeps what the one before it keeps, and
-one part more: special tokens; tokens with frequent attention; a window of local tokens; punctuation; everything. The
+one part more: special tokens; punctuation; tokens with frequent attention; a window of local tokens; everything. The
 policy is the first whose recovered mass reaches a threshold. The mass of a row of the prompt is the attention that
-falls on kept columns; that of a policy is the minimum over the last rows. The paper's equation 1 leaves the norm open.
-With the largest total variation distance of a row it says exactly this, since a softmax over kept columns alone differs
-from the whole one by the mass that is lost. The mean over rows would hide the few rows that look far back, which decide
-what is recalled (`docs/results/eviction.md`).
+falls on kept columns; that of a policy is the mean over all rows. The paper's equation 1 leaves the norm open. With the
+mean total variation distance of a row it says exactly this, since a softmax over kept columns alone differs from the
+whole one by the mass that is lost.
 
-The paper says little about three things, and this module decides them:
+The paper (sections 3 and 4) says little about three things, and this module decides them:
 
 - Frequent tokens are the top share of *all* tokens behind the boundary so far, chosen among those that no other part
   of the policy keeps. A share of the whole length would keep everything behind a late boundary.
 - The score of a token is the mean, not the sum, of the attention of queries that could see it. A sum would always drop
   new tokens first.
-- The window is a share of the prompt behind the boundary and slides, with each row of the profile and with the answer.
+- The window is a share of the prompt behind the boundary and slides, with each row of the prompt and with the answer.
   Tokens that leave it become candidates for frequent ones.
 
 A policy is pooled over the query heads of a KV head. `kvcache/eviction/kept_rows.py` says where kept rows lie.
@@ -41,8 +40,11 @@ FIRST_TOKENS = 4
 SHORT_PROMPT_TOKENS = 16
 # The policy that keeps everything. Policy p below it keeps parts 0 to p of the rule's order.
 FULL = 4
-# Equation 2 of the paper, and the other order of its Table 5, which keeps less and loses less
-# (`docs/results/eviction.md`).
+# The heads of a layer have competed (`kvcache.eviction.ada`).
+COMPETED = 5
+# Rows were judged by what they are (`kvcache.eviction.zap`).
+PREDICTED = LAST_POLICY = 6
+# Equation 2 of the paper, and another order of its Table 5.
 PAPER_ORDER: tuple[Part, ...] = ("special", "punct", "frequent", "local")
 FREQUENT_FIRST_ORDER: tuple[Part, ...] = ("special", "frequent", "local", "punct")
 
@@ -51,7 +53,7 @@ FREQUENT_FIRST_ORDER: tuple[Part, ...] = ("special", "frequent", "local", "punct
 class KeepRule:
     """The order of the policies' parts and the two shares of the paper (r_l and r_f, section 5.1).
 
-    Both orders are the paper's: `PAPER_ORDER` and `FREQUENT_FIRST_ORDER`, the default.
+    Both orders are the paper's: `PAPER_ORDER`, the default, and `FREQUENT_FIRST_ORDER`.
 
     Args:
         order: all four parts, `special` first.
@@ -62,7 +64,7 @@ class KeepRule:
         ValueError: the order lacks a part, or a share is not between 0 and 1.
     """
 
-    order: tuple[Part, ...] = FREQUENT_FIRST_ORDER
+    order: tuple[Part, ...] = PAPER_ORDER
     local_share: float = 0.3
     frequent_share: float = 0.3
 
@@ -94,6 +96,11 @@ class KeepRule:
     def num_frequent(self, length: int, boundary: int) -> int:
         """How many frequent tokens a head keeps at most behind `boundary`, once there are `length` tokens."""
         return _share_of(max(0, length - boundary), self.frequent_share)
+
+
+def name_policy(policy: int, rule: KeepRule) -> str:
+    """The name under which a policy is counted."""
+    return {COMPETED: "ada", PREDICTED: "zap"}.get(policy) or rule.policy_names[policy]
 
 
 def choose_policies(masses: NDArray[Any], threshold: float, prompt_tokens: int) -> NDArray[np.uint8]:

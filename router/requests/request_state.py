@@ -186,7 +186,7 @@ class RequestState:
         if self.kept is not None:
             return self.kept.kept_share
         kv_class = self.kv_class if self.attempt_version is None else self.attempt_version.kv_class
-        return self.kept_shares.expected_share(kv_class or RAW_CLASS, self.request.keep.threshold)
+        return self.kept_shares.expected_share(kv_class or RAW_CLASS, self.request.keep)
 
     @property
     def handed_tokens(self) -> int:
@@ -345,7 +345,7 @@ class RequestState:
     def record_kept(self, report: KeptReport) -> None:
         """The request has decided what it keeps: from now on that counts."""
         if self.kept is None and self.attempt_version is not None:
-            self.kept_shares.record_share(self.attempt_version.kv_class, self.request.keep.threshold, report)
+            self.kept_shares.record_share(self.attempt_version.kv_class, self.request.keep, report)
         self.kept, self.held_tokens = report, held_tokens(report, self.request.keep.boundary)
 
     def end_attempt(self) -> None:

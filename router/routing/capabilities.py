@@ -67,7 +67,9 @@ class FleetCapabilities:
         """The KV classes that requests may ask for, those among which the router may choose, and those in which KV can
         be evicted.
         """
-        return ServedClasses(self.kv_classes, self.auto_classes, self.keep_classes, self._default_class)
+        return ServedClasses(
+            self.kv_classes, self.auto_classes, self.keep_classes, self._default_class, self.keep_rules
+        )
 
     @property
     def keep_classes(self) -> list[str]:
@@ -76,6 +78,13 @@ class FleetCapabilities:
         """
         found = (keep_classes_of_pair(*pair) for pair in self._hellos_of_pairs())
         return sorted(set[str]().union(*found))
+
+    @property
+    def keep_rules(self) -> list[str]:
+        """The rules by which all workers can evict that evict at all; while no pair can serve, of all known workers."""
+        hellos = [one for pair in self._hellos_of_pairs() for one in pair if one is not None]
+        rules = [one.keep_rules for one in hellos if one.keep_classes]
+        return [rule for rule in rules[0] if all(rule in others for others in rules)] if rules else []
 
     @property
     def _default_class(self) -> str | None:

@@ -1,7 +1,7 @@
 """How much of its KV a sequence that evicts is expected to keep, and the room that it then needs (pure).
 
-The share is measured: it is the mean of recent sequences of the same KV class and threshold, and 1 before the first
-one. As soon as a sequence's own share is known, that one counts (`router.requests.request_state`).
+The share is measured: it is the mean of recent sequences of the same KV class, threshold and rule, and 1 before the
+first one. As soon as a sequence's own share is known, that one counts (`router.requests.request_state`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import RING_AND_MAP_TOKENS
+from diptych.eviction_spec import RING_AND_MAP_TOKENS, KeepSpec
 
 # Weight of the past in a measured share, applied at each sequence.
 SHARE_DECAY = 0.8
@@ -22,12 +22,12 @@ THRESHOLD_DIGITS = 2
 # Most shares that are remembered, and how many of the latest ones are told.
 MAX_SHARES, MAX_SHOWN_SHARES = 256, 16
 
-# A KV class, and a threshold of eviction, rounded.
-ShareKey = tuple[str, float]
+# A KV class, a threshold of eviction, rounded, and a rule.
+ShareKey = tuple[str, float, str]
 
 
 class KeptShares:
-    """The shares of their rows behind the boundary that recent sequences kept, by KV class and threshold.
+    """The shares of their rows behind the boundary that recent sequences kept, by KV class, threshold and rule.
 
     Thresholds count in steps of a hundredth. Of more than `MAX_SHARES` the one that was measured longest ago goes.
     """
@@ -37,26 +37,26 @@ class KeptShares:
 
     @property
     def latest(self) -> Sequence[tuple[ShareKey, float]]:
-        """The classes and thresholds that were measured last, at most `MAX_SHOWN_SHARES`, with their shares, sorted."""
+        """The keys that were measured last, at most `MAX_SHOWN_SHARES`, with their shares, sorted."""
         return sorted(list(self._means.items())[-MAX_SHOWN_SHARES:])
 
-    def record_share(self, kv_class: str, threshold: float, report: KeptReport) -> None:
+    def record_share(self, kv_class: str, keep: KeepSpec, report: KeptReport) -> None:
         """A sequence has decided what it keeps of its prompt."""
         if report.all_rows:
-            before, share = self.expected_share(kv_class, threshold), report.kept_share
-            key = _share_key(kv_class, threshold)
+            before, share = self.expected_share(kv_class, keep), report.kept_share
+            key = _share_key(kv_class, keep)
             self._means[key] = SHARE_DECAY * before + (1 - SHARE_DECAY) * share
             self._means.move_to_end(key)
             if len(self._means) > MAX_SHARES:
                 self._means.popitem(last=False)
 
-    def expected_share(self, kv_class: str, threshold: float) -> float:
+    def expected_share(self, kv_class: str, keep: KeepSpec) -> float:
         """The share that a sequence is expected to keep, in [0, 1]."""
-        return self._means.get(_share_key(kv_class, threshold), 1.0)
+        return self._means.get(_share_key(kv_class, keep), 1.0)
 
 
-def _share_key(kv_class: str, threshold: float) -> ShareKey:
-    return kv_class, round(threshold, THRESHOLD_DIGITS)
+def _share_key(kv_class: str, keep: KeepSpec) -> ShareKey:
+    return kv_class, round(keep.threshold, THRESHOLD_DIGITS), keep.rule
 
 
 def kept_tokens(tokens: int, boundary: int, share: float) -> int:

@@ -7,11 +7,12 @@ has a pool for. KV of one class can be read by no other, so an answer stays with
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from diptych.chunks import AUTO_CLASS, RAW_CLASS
+from diptych.eviction_spec import ADA, FASTGEN
 from diptych.messages import Hello
 
 # Where an id is divided into its name and its parameters.
@@ -27,7 +28,7 @@ class KvPoolSize(NamedTuple):
 
 class ServedClasses(NamedTuple):
     """The KV classes that requests may ask for, those of them among which the router may choose, and those in which
-    KV can be evicted.
+    KV can be evicted, with the rules by which all workers can that evict.
 
     `default` is the class of a request that asks for none: an id, or `AUTO_CLASS`; None if workers differ.
     """
@@ -36,6 +37,7 @@ class ServedClasses(NamedTuple):
     auto: list[str]
     keep: list[str] = []
     default: str | None = None
+    rules: Sequence[str] = (ADA, FASTGEN)
 
 
 class AnswerVersion(NamedTuple):

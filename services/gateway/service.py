@@ -134,8 +134,11 @@ class GatewayService:
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
         # The id contains the HTTP request's id, so that logs can be searched for it.
-        name, keep = answer_id(prefix, caller.request_id), resolved.keep.threshold
-        head = ResponseHead(name, int(time.time()), resolved.model, self.fingerprint(), keep=keep)
+        name, keep = answer_id(prefix, caller.request_id), resolved.keep
+        head = ResponseHead(
+            name, int(time.time()), resolved.model, self.fingerprint(),
+            keep=keep.threshold, keep_rule=keep.rule,
+        )  # fmt: skip
         longest_s = self.timeouts.request_s
         generation = Generation(
             name,

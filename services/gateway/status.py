@@ -236,9 +236,10 @@ class LiveHealthProbes:
         return {
             "threshold": self._service.rules.keep_threshold,
             "classes": pairs.capabilities.keep_classes,
+            "rules": pairs.capabilities.keep_rules,
             "measured": [
-                {"kv_class": kv_class, "threshold": threshold, "kept_share": round(share, 4)}
-                for (kv_class, threshold), share in pairs.kept_shares.latest
+                {"kv_class": kv_class, "threshold": threshold, "rule": rule, "kept_share": round(share, 4)}
+                for (kv_class, threshold, rule), share in pairs.kept_shares.latest
             ],
         }
 

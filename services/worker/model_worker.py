@@ -80,6 +80,7 @@ def _build_cpu_worker(
         kv_losses={one.codec or RAW_CLASS: one.loss_pct for one in found.classes if one.loss_pct is not None},
         kv_auto=split_auto(spec.kv_cache_codec)[0],
         keep_classes=body.keep_classes,
+        keep_rules=body.keep_rules,
         start_later=body.start_later,
     )
 

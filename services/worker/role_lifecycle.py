@@ -114,14 +114,14 @@ class WorkerParts:
     # The recorded loss of each KV class, and whether the gateway chooses the class (`Hello`).
     kv_losses: Mapping[str, float] = field(default_factory=dict)
     kv_auto: bool = False
-    # The KV classes in which the engine can evict.
+    # The KV classes in which the engine can evict, and the rules by which it can.
     keep_classes: Sequence[str] = ()
+    keep_rules: tuple[str, ...] = ()
     # Called when the worker serves: begins with what the start did not need. May be called several times.
     start_later: Callable[[], None] = _start_nothing
     # Does bulk work while the worker decodes, beside `engine`.
     bulk: BulkEngine | None = None
-    # If the pool of `kv` is on a device: the host memory through which KV is handed over, whose pool is `pool`, and
-    # the copies between the two.
+    # If the pool of `kv` is on a device: host memory `pool`, through which KV is handed over, and copies between both.
     buffer: TransferBuffer | None = None
     copies: SlabCopies | None = None
     # The roles of another engine; None: those of Diptych's own.
@@ -343,6 +343,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         kv_losses=dict(parts.kv_losses),
         kv_auto=parts.kv_auto,
         keep_classes=list(parts.keep_classes),
+        keep_rules=parts.keep_rules,
         log_file=life.spec.log_file,
         block_tokens=_count_block_tokens(parts),
         traits=TRAITS if parts.roles is None else parts.roles.traits,

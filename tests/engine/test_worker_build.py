@@ -143,10 +143,11 @@ def test_kv_can_be_evicted_where_there_is_a_tokenizer(folder: Path, tmp_path: Pa
     tiny = spec(ROOT / "models" / "tiny", kv_bytes=64 << 20)
     found = resolve_model(tiny)
     tokenizer = load_tokenizer(found.checkpoint.path)
-    setup = _eviction_setup(found, tokenizer)
+    setup = _eviction_setup(tiny, found, tokenizer)
     assert tokenizer is not None and setup is not None
+    assert setup.surrogate is not None and setup.rules == ("ada", "fastgen", setup.surrogate.rule)
     assert (
         setup.kinds.shape == (found.checkpoint.config.vocab,)
         and setup.kinds[: len(tokenizer.special_ids)].all()
     )
-    assert load_tokenizer(tmp_path) is None and _eviction_setup(found, None) is None
+    assert load_tokenizer(tmp_path) is None and _eviction_setup(tiny, found, None) is None

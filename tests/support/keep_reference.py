@@ -1,7 +1,7 @@
-"""The profile of one KV head from its last query rows, slow and obviously right: compiled ones are tested against it.
+"""The profile of one KV head from its query rows, slow and obviously right: the compiled one is tested against it.
 
 FastGen (Ge et al. 2024), section 4 and algorithm 1, with what `kvcache/eviction/policies.py` decides where the paper
-is silent. It has the whole attention matrix of the profiled rows at once, in float64.
+is silent. It has the whole attention matrix of the rows at once, in float64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
+from diptych.eviction_spec import KeepSpec
 from kvcache.eviction.policies import FULL, KeepRule, choose_policies, mask_without_window
 
 Doubles = NDArray[np.float64]
@@ -20,11 +20,11 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class HeadProfile:
-    """What the last rows of a prompt say about one KV head.
+    """What the rows of a prompt say about one KV head.
 
     Args:
-        scores: mean attention to each token, over the profiled rows that see it, [n].
-        masses: recovered mass of policies 0 to 3, of the row with the least, [4].
+        scores: mean attention to each token, over the rows that see it, [n].
+        masses: recovered mass of policies 0 to 3, the mean over rows, [4].
         policy: the cheapest one that suffices.
     """
 
@@ -44,15 +44,14 @@ def profile_head(
     """The profile of one KV head at the end of a prompt.
 
     Args:
-        queries: of the last R rows of the prompt, rotated if keys are, [R, query heads of the KV head, D]. Only the
-            last `PROFILE_ROWS` are read.
+        queries: of the rows of the prompt, or of the last R, rotated if keys are, [R, query heads of the KV head, D].
         keys: of the whole prompt, [n, D].
         kinds: bits of each token, [n].
         spec: threshold, and the boundary below which all tokens are kept.
         rule: the order of parts, and the shares.
         scale: of scores; None: 1 / √D.
     """
-    attention = pool_attention(queries[-PROFILE_ROWS:], keys, scale)
+    attention = pool_attention(queries, keys, scale)
     scores = mean_scores(attention)
     masses = recovered_masses(attention, scores, kinds, spec.boundary, rule)
     return HeadProfile(scores, masses, int(choose_policies(masses, spec.threshold, len(keys))))
@@ -78,8 +77,8 @@ def mean_scores(attention: Doubles) -> Doubles:
 def recovered_masses(
     attention: Doubles, scores: Doubles, kinds: NDArray[np.uint8], boundary: int, rule: KeepRule
 ) -> Doubles:
-    """The mass of attention that policies 0 to 3 recover of each row, at least: the minimum over rows, [4]."""
-    masses: Doubles = row_masses(attention, scores, kinds, boundary, rule).min(axis=1)
+    """The mass of attention that policies 0 to 3 recover of a row, the mean over rows, [4]."""
+    masses: Doubles = row_masses(attention, scores, kinds, boundary, rule).mean(axis=1)
     return masses
 
 

@@ -132,7 +132,8 @@ def example(kind: Any) -> Any:
     """A value of a type in which nothing is left out: optional parts are there, and nothing is empty."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return example(args[0])
+        given = [meta.examples for meta in args[1:] if isinstance(meta, msgspec.Meta) and meta.examples]
+        return given[0][0] if given else example(args[0])
     if origin is Literal:
         return args[0]
     if origin in (Union, types.UnionType):
@@ -145,7 +146,8 @@ def example(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return next(iter(kind))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind(**{name: example(get_type_hints(kind)[name]) for name in kind.__struct_fields__})
+        hints = get_type_hints(kind, include_extras=True)
+        return kind(**{name: example(hints[name]) for name in kind.__struct_fields__})
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{field.name: example(hints[field.name]) for field in fields(kind) if field.init})

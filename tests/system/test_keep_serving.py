@@ -57,7 +57,7 @@ def alone(colocated: Served) -> list[KeptAnswer]:
 def test_answers_tell_what_was_kept_and_freed(colocated: Served, alone: list[KeptAnswer]) -> None:
     for length, answer in zip(LENGTHS, alone, strict=True):
         keep, kv = answer.keep, answer.kv
-        assert answer.fingerprint.endswith(".keep0.75")
+        assert ".keep0.75.zap@" in answer.fingerprint
         assert kv is not None and (kv["kv_class"], kv["kv_bytes_saved_per_token"]) == ("raw", 0)
         assert (keep["threshold"], keep["boundary"], sum(keep["heads"].values())) == (LOW, 0, SLOTS)
         # The last decision came after a whole number of chunks of the answer.
@@ -85,8 +85,23 @@ def test_a_hit_and_a_hand_over_give_the_tokens_of_one_worker(
     for answers in (cold, warm, here):
         assert [one.tokens for one in answers] == [one.tokens for one in alone]
         assert [one.keep for one in answers] == [one.keep for one in alone]
-    # The last 64 tokens of a prompt are always computed: heads are judged by them.
-    assert [one.cached for one in warm] == [max(0, length - 64) // 64 * 64 for length in LENGTHS]
+    # Rows are judged by what they are, so that none is computed for that.
+    assert [one.cached for one in warm] == [(length - 1) // 64 * 64 for length in LENGTHS]
+
+
+@pytest.mark.parametrize(("rule", "profiled"), [("ada", 64), ("fastgen", CONTEXT)])
+def test_each_rule_gives_the_tokens_of_one_worker(
+    colocated: Served, pair: Served, rule: str, profiled: int
+) -> None:
+    """Rows of the prompt by which heads are judged are computed, however much is cached."""
+    keep = {"threshold": LOW, "rule": rule}
+    alone = [complete(colocated, prompt, keep) for prompt in prompts()]
+    for _ in range(2):
+        answers = [complete(pair, prompt, keep) for prompt in prompts()]
+        assert [one.tokens for one in answers] == [one.tokens for one in alone]
+        assert [one.keep for one in answers] == [one.keep for one in alone]
+    assert [one.cached for one in answers] == [max(0, length - profiled) // 64 * 64 for length in LENGTHS]
+    assert {one.keep["rule"] for one in answers} == {rule}
 
 
 def test_codes_are_evicted_and_moved_as_they_are(colocated: Served, pair: Served) -> None:
@@ -98,7 +113,7 @@ def test_codes_are_evicted_and_moved_as_they_are(colocated: Served, pair: Served
         assert [one.tokens for one in answers] == [one.tokens for one in alone]
         assert [one.keep for one in answers] == [one.keep for one in alone]
     kv, longest = alone[-1].kv, alone[-1].keep
-    assert kv is not None and kv["kv_class"].startswith(CODEC) and alone[-1].fingerprint.endswith(".keep0.75")
+    assert kv is not None and kv["kv_class"].startswith(CODEC) and ".keep0.75.zap@" in alone[-1].fingerprint
     assert longest["kept_rows"] < longest["all_rows"] and longest["freed_bytes"] > 0
     whole = [complete(pair, prompt, 1, kv=CODEC) for prompt in prompts()]
     assert [one.tokens for one in whole] != [one.tokens for one in alone]
@@ -118,7 +133,7 @@ def test_a_threshold_of_one_changes_no_token_and_tells_nothing(pair: Served, col
 
 def test_the_default_of_the_deployment_counts_where_a_request_says_nothing(pair: Served) -> None:
     answer = complete(pair, prompts()[-1], None, 2)
-    assert answer.keep["threshold"] == 0.99 and answer.fingerprint.endswith(".keep0.99")
+    assert answer.keep["threshold"] == 0.99 and ".keep0.99.zap@" in answer.fingerprint
     state = pair.status()
     eviction = state["kv_keep"]
     classes = list(state["kv_classes"])

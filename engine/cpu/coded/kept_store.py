@@ -19,7 +19,8 @@ from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import PagedAttention
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.eviction.decision import ColumnSource, HeadColumns
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, QueryRecord
+from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
+from engine.cpu.eviction.step_records import StepRecord
 from kvcache.eviction.coded_frames import HeadRows, RowMover
 from kvcache.eviction.kept_rows import KeptRows
 from kvcache.pool import KvPool
@@ -53,8 +54,9 @@ class CodedColumns:
         self._bag, self._ring = bag, ring
         first = length if bag is None else bag.kept.length
         self._newest = np.arange(first, first if bag is None else first + CHUNK_TOKENS)
-        # The layer whose keys in chunks and ring are expanded, and these, [columns, kv_heads, head_dim].
-        self._layer, self._keys = -1, (np.empty(0, np.float32),) * 2
+        # The layer whose rows in chunks and ring are expanded, and these keys and values, [2, columns, kv_heads,
+        # head_dim].
+        self._layer, self._rows = -1, (np.empty(0, np.float32),) * 2
 
     def find_columns(self, layer: int, head: int) -> HeadColumns:
         """The columns of one KV head."""
@@ -66,15 +68,24 @@ class CodedColumns:
 
     def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
         """The keys of all columns of one KV head, expanded and rotated."""
+        return self._read_side(0, layer, head)
+
+    def read_rows(self, layer: int, head: int, columns: HeadColumns) -> tuple[Floats, Floats]:
+        """The keys and values of some columns of one KV head, expanded and rotated."""
+        keys, values = (self._read_side(side, layer, head)[columns.places] for side in range(2))
+        return keys, values
+
+    def _read_side(self, side: int, layer: int, head: int) -> Floats:
+        """The keys (0) or values (1) of all columns of one KV head."""
         if self._layer != layer:
-            self._keys, self._layer = self._expand_layer(layer), layer
-        prefix, newest = (keys[:, head] for keys in self._keys)
+            self._rows, self._layer = self._expand_layer(layer), layer
+        prefix, newest = (rows[side, :, head] for rows in self._rows)
         if self._bag is None:
             return np.ascontiguousarray(prefix)
-        kept = self._attention.expand_kept(layer, head, self._bag, self._sink)[:, 0]
+        kept = self._attention.expand_kept(layer, head, self._bag, self._sink)[:, side]
         return np.concatenate([prefix, kept, newest])
 
-    def read_rows(self, layer: int, head: int, places: Ints) -> HeadRows:
+    def read_codes(self, layer: int, head: int, places: Ints) -> HeadRows:
         """Codes of columns behind the chunks that no head evicts from, or of a prompt."""
         if self._bag is None:
             return self._mover.read_pages(
@@ -90,20 +101,20 @@ class CodedColumns:
         return HeadRows.join([kept.select(places[places < count]), new])
 
     def _expand_layer(self, layer: int) -> tuple[Floats, Floats]:
-        """Keys of the chunks and of the ring, [columns, kv_heads, head_dim]."""
-        chunks = self._attention.expand_chunks(layer, self._chunks, 0, self._length, self._sink)
-        prefix = _keys_of(chunks).reshape(-1, *chunks.shape[1:2], chunks.shape[-1])[: self._length]
+        """Rows of the chunks and of the ring, [2, columns, kv_heads, head_dim]."""
+        chunks = _rows_of(self._attention.expand_chunks(layer, self._chunks, 0, self._length, self._sink))
+        prefix = chunks.reshape(2, -1, *chunks.shape[3:])[:, : self._length]
         if self._bag is None:
-            return prefix, prefix[:0]
+            return prefix, prefix[:, :0]
         # The ring has the end of one chunk of positions, and the beginning of the next.
         first, ring = int(self._newest[0]), np.array([self._ring])
         chunk, end = first // CHUNK_TOKENS, first + CHUNK_TOKENS
         both = [
-            _keys_of(self._attention.expand_chunks(layer, ring, chunk + n, end, self._sink))[0]
+            _rows_of(self._attention.expand_chunks(layer, ring, chunk + n, end, self._sink))[:, 0]
             for n in range(2)
         ]
         split = first % CHUNK_TOKENS
-        return prefix, np.concatenate([both[0][split:], both[1][:split]])
+        return prefix, np.concatenate([both[0][:, split:], both[1][:, :split]], axis=1)
 
 
 class CodedStore:
@@ -133,7 +144,7 @@ class CodedStore:
         assert isinstance(source, CodedColumns)
         places = np.ndindex(kept_rows.counts.shape)
         rows = [
-            source.read_rows(layer, head, columns.places)
+            source.read_codes(layer, head, columns.places)
             for (layer, head), columns in zip(places, heads, strict=True)
         ]
         return self._mover.pack_frames(kept_rows, rows)
@@ -142,7 +153,7 @@ class CodedStore:
         """As `KeptStore.list_kernels`."""
         return self._attention.list_kept_kernels()
 
-    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
         return RaggedCodes(self._attention, evicted, records, self._windows)
 
@@ -154,7 +165,7 @@ class RaggedCodes:
         self,
         attention: CompiledAttention,
         evicted: Sequence[EvictedWork],
-        records: Sequence[QueryRecord],
+        records: Sequence[StepRecord],
         windows: Sequence[int],
     ) -> None:
         self._attention, self._evicted, self._records = attention, list(evicted), list(records)
@@ -185,6 +196,6 @@ class RaggedCodes:
         self._attention.prefill(layer, qkv, span, window, out)
 
 
-def _keys_of(chunks: Floats) -> Floats:
-    """Keys [chunks, 64, kv_heads, head_dim] of chunks in the layout of a raw pool."""
-    return np.ascontiguousarray(chunks[:, :, 0].transpose(0, 2, 1, 3))
+def _rows_of(chunks: Floats) -> Floats:
+    """Keys and values [2, chunks, 64, kv_heads, head_dim] of chunks in the layout of a raw pool."""
+    return np.ascontiguousarray(chunks.transpose(2, 0, 3, 1, 4))

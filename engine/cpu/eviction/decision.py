@@ -1,4 +1,4 @@
-"""Decides on the CPU which rows every head keeps: profiles heads at a prompt's end, and applies policies later.
+"""Decides on the CPU which rows every head keeps by the rule `fastgen`, and what all rules decide from.
 
 The columns of a head are what it still has: at the end of the prompt all its tokens, in whole chunks; at the end of a
 block of the answer the chunks that no head evicts from, the head's frames, and the 64 newest tokens in the ring. Of
@@ -19,11 +19,20 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import KeepSpec
-from engine.cpu.eviction.head_profile import PolicyTrial, RowColumns, sum_attention
+from engine.cpu.eviction.head_profile import RowColumns, sum_attention
 from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows, frames_per_slab
-from kvcache.eviction.policies import FULL, KeepRule, choose_policies, kept_mask, select_visible, split_rows
+from kvcache.eviction.policies import (
+    FULL,
+    KeepRule,
+    choose_policies,
+    kept_mask,
+    pick_frequent,
+    select_visible,
+    split_rows,
+)
 from kvcache.layout import KvLayout
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -57,6 +66,9 @@ class ColumnSource(Protocol):
     def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
         """The keys of all columns of one KV head, as readers attend to them: rotated, [columns, head_dim]."""
 
+    def read_rows(self, layer: int, head: int, columns: HeadColumns) -> tuple[Floats, Floats]:
+        """The keys and values of some columns of one KV head, as readers attend to them, [columns, head_dim] each."""
+
 
 class ChunkColumns:
     """The columns of tokens in pages of slabs, which are those of every head.
@@ -85,6 +97,11 @@ class ChunkColumns:
     def read_keys(self, layer: int, head: int, columns: HeadColumns) -> Floats:
         """The keys of columns of one KV head."""
         return np.take(self._memory, columns.places[:, 0], axis=0)
+
+    def read_rows(self, layer: int, head: int, columns: HeadColumns) -> tuple[Floats, Floats]:
+        """The keys and values of columns of one KV head."""
+        keys, values = np.take(self._memory, columns.places.T, axis=0)
+        return keys, values
 
 
 class BagColumns:
@@ -120,13 +137,18 @@ class BagColumns:
         """The keys of columns of one KV head."""
         return self._ring.read_keys(layer, head, columns)
 
+    def read_rows(self, layer: int, head: int, columns: HeadColumns) -> tuple[Floats, Floats]:
+        """The keys and values of columns of one KV head."""
+        return self._ring.read_rows(layer, head, columns)
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionPoint:
     """A sequence at a decision point: its last rows with their queries, and what its heads have.
 
     `kinds` are the kinds of all its tokens, [length] uint8. `rows` are the positions of the recorded queries,
-    ascending; the query of position p is `queries[layer, p % 64]`, of [heads * head_dim] floats.
+    ascending (`fastgen` has none of a prompt); the query of position p is `queries[layer, p % 64]`, of
+    [heads * head_dim] floats.
     """
 
     prompt_tokens: int
@@ -141,9 +163,14 @@ class DecisionPoint:
         """Tokens that have KV."""
         return len(self.kinds)
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is the end of the prompt."""
+        return self.length == self.prompt_tokens
+
 
 class HeadDecider:
-    """Decides what heads keep.
+    """Chooses a policy for each head at a prompt's end, and applies it later.
 
     Args:
         layout: of the pool.
@@ -156,38 +183,60 @@ class HeadDecider:
         self._layout, self._group = layout, group
         self._windows, self._rule = list(windows), rule
 
-    def profile_prompt(self, point: DecisionPoint) -> tuple[NDArray[np.uint8], list[HeadColumns]]:
+    def profile_prompt(
+        self, point: DecisionPoint, sums: Floats
+    ) -> tuple[NDArray[np.uint8], list[HeadColumns]]:
         """Choose the policy of every head at the end of the prompt (FastGen, algorithm 1).
+
+        Args:
+            point: the end of a prompt.
+            sums: the attention of all rows (`engine.cpu.eviction.step_records`).
 
         Returns:
             The policies, [layers, kv_heads]; and what each head keeps behind the boundary, those of layer 0 first.
         """
         policies = np.empty((self._layout.layers, self._layout.kv_heads), np.uint8)
-        positions, kept = np.arange(point.length), list[HeadColumns]()
-        trials = {window: self._prepare_trial(point, positions, window) for window in set(self._windows)}
-        near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens, point.spec.boundary)
-        behind = positions >= point.spec.boundary
-        for layer, window in enumerate(self._windows):
-            wanted = behind & select_visible(positions, point.length, window)
-            queries = point.queries[layer, point.rows % CHUNK_TOKENS]
-            whole = bool(wanted.all())
-            masses = np.empty((self._layout.kv_heads, FULL))
-            tried = list[tuple[HeadColumns, NDArray[np.bool_]]]()
-            for head in range(self._layout.kv_heads):
-                columns = point.source.find_columns(layer, head)
-                keys = point.source.read_keys(layer, head, columns)
-                masses[head], mask = trials[window].run(queries, head, self._group, keys)
-                tried.append((columns, mask))
-            policies[layer] = choose_policies(masses, point.spec.threshold, point.prompt_tokens)
-            for policy, (columns, mask) in zip(policies[layer].tolist(), tried, strict=True):
-                if policy == FULL:
-                    mask = wanted
-                elif "local" in self._rule.policy_parts(policy):
-                    mask = (mask | near) & wanted
-                else:
-                    mask &= wanted
-                kept.append(columns if mask is wanted and whole else columns.select(mask))
+        kept, positions, boundary = list[HeadColumns](), np.arange(point.length), point.spec.boundary
+        splits = [
+            split_rows(
+                policy, point.kinds, positions, point.length, point.prompt_tokens, boundary, self._rule
+            )
+            for policy in range(FULL)
+        ]
+        near = positions >= point.length - self._rule.window_tokens(point.prompt_tokens, boundary)
+        for layer, head in np.ndindex(policies.shape):
+            window = self._windows[layer]
+            rows = point.length - positions
+            scores = sums[layer, head, 0] / (np.minimum(rows, window) if window else rows)
+            fixed = [self._keep_fixed(policy, split, scores, point) for policy, split in enumerate(splits)]
+            masses = self._mean_masses(fixed, sums[layer, head])
+            policy = int(choose_policies(masses, point.spec.threshold, point.prompt_tokens))
+            policies[layer, head] = policy
+            wanted = (positions >= boundary) & select_visible(positions, point.length, window)
+            if policy != FULL:
+                has_window = "local" in self._rule.policy_parts(policy)
+                wanted &= fixed[policy] | near if has_window else fixed[policy]
+            kept.append(point.source.find_columns(layer, head).select(wanted))
         return policies, kept
+
+    def _keep_fixed(
+        self, policy: int, split: tuple[Bools, Bools], scores: Floats, point: DecisionPoint
+    ) -> Bools:
+        """What a policy keeps of a prompt, its window aside (`kvcache.eviction.policies.mask_without_window`)."""
+        plain, candidates = split
+        if "frequent" not in self._rule.policy_parts(policy):
+            return plain
+        count = self._rule.num_frequent(point.length, point.spec.boundary)
+        return plain | pick_frequent(scores, candidates, count)
+
+    def _mean_masses(self, fixed: Sequence[Bools], sums: Floats) -> NDArray[np.float64]:
+        """The mass that policies 0 to 3 recover, the mean over all rows, from the sums of a head, [2, columns]."""
+        whole, near = sums.astype(np.float64)
+        masses = np.empty(FULL)
+        for policy, kept in enumerate(fixed):
+            has_window = "local" in self._rule.policy_parts(policy)
+            masses[policy] = np.where(kept, whole, near if has_window else 0.0).sum() / len(whole)
+        return masses
 
     def apply_policies(self, point: DecisionPoint, policies: NDArray[np.uint8]) -> list[HeadColumns]:
         """What each head keeps behind the boundary at a point of the answer (FastGen, algorithm 2), as above."""
@@ -208,26 +257,8 @@ class HeadDecider:
 
     def _find_rows(self, point: DecisionPoint, positions: Ints, window: int) -> tuple[RowColumns, Ints]:
         """Which of the columns at `positions` each row sees; and how many rows see each column, 1 if none does."""
-        near = self._rule.window_tokens(point.prompt_tokens, point.spec.boundary)
-        row_columns = RowColumns.of_positions(point.rows, positions, window, near)
+        row_columns = RowColumns.of_positions(point.rows, positions, window, 1)
         return row_columns, np.maximum(row_columns.count_rows(len(positions)), 1)
-
-    def _prepare_trial(self, point: DecisionPoint, positions: Ints, window: int) -> PolicyTrial:
-        """What all heads of layers with this sliding window share at the end of a prompt."""
-        splits = [
-            split_rows(
-                policy, point.kinds, positions, point.length, point.prompt_tokens, point.spec.boundary, self._rule
-            )
-            for policy in range(FULL)
-        ]  # fmt: skip
-        return PolicyTrial(
-            *self._find_rows(point, positions, window),
-            plain=np.stack([plain for plain, _ in splits]),
-            candidates=np.stack([candidates for _, candidates in splits]),
-            local=np.array(["local" in self._rule.policy_parts(policy) for policy in range(FULL)]),
-            frequent=self._rule.num_frequent(point.length, point.spec.boundary),
-            threshold=point.spec.threshold,
-        )
 
     def _sum_columns(
         self, point: DecisionPoint, columns: HeadColumns, layer: int, head: int, row_columns: RowColumns

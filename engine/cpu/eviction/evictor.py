@@ -1,7 +1,9 @@
-"""Eviction of KV per head on the CPU (FastGen): records queries, decides what heads keep, and moves the kept rows.
+"""Eviction of KV per head on the CPU: records queries, decides what heads keep, and moves the kept rows.
 
-    run        the queries of the last 64 rows are recorded: of the prompt, later of each block of the answer
-    plan       heads are profiled, or their policies applied again; kept rows are copied into scratch memory
+    run        the queries of the last 64 rows are recorded: of the prompt, later of each block of the answer; rule
+               `fastgen` adds up the attention of all rows of the prompt, and `zap` needs nothing
+    mark       rule `ada` only: rows are marked, and counted for other ranks
+    plan       it is decided what heads keep, by the rule; kept rows are copied into scratch memory
     apply      the scratch memory is written into the slabs of the sequence's bag, its map first
 
 What is recorded depends only on positions: computing a row again, or cutting a prompt elsewhere, changes nothing. Pools
@@ -24,16 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import PROFILE_ROWS, decision_tokens
+from diptych.eviction_spec import ADA, FASTGEN, PROFILE_ROWS, ZAP, decision_tokens
 from engine.cpu.attention import PagedAttention
-from engine.cpu.eviction.decision import ColumnSource, DecisionPoint, HeadDecider
+from engine.cpu.eviction.decision import ColumnSource, DecisionPoint, HeadColumns, HeadDecider
+from engine.cpu.eviction.head_competition import HeadCompetition
 from engine.cpu.eviction.head_profile import list_profile_kernels
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, KeptStore, QueryRecord
+from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, KeptStore
+from engine.cpu.eviction.step_records import PromptSums, QueryRecord, StepRecord, SumRecord
+from engine.cpu.eviction.surrogate_decision import SurrogateDecider
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
+from kvcache.eviction.ada import Marks
 from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
-from kvcache.eviction.policies import KeepRule
+from kvcache.eviction.policies import KeepRule, name_policy
 from kvcache.eviction.rank_bags import measure_bag
+from kvcache.eviction.zap import KeepSurrogate
+from kvcache.layout import Shard
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]
@@ -45,21 +53,31 @@ Ints = NDArray[np.int64]
 class EvictionSetup:
     """What a runner needs to evict KV: the kind of each token of the vocabulary, and what the policies are made of.
 
-    `kinds` are bits, `kvcache.eviction.policies.SPECIAL_KIND` and `PUNCT_KIND`, [vocab] uint8.
+    `kinds` are bits, `kvcache.eviction.policies.SPECIAL_KIND` and `PUNCT_KIND`, [vocab] uint8. `surrogate` has the
+    weights of the rule `zap`, of all layers and heads of the model; None: there is no such rule.
     """
 
     kinds: NDArray[np.uint8]
     rule: KeepRule = KeepRule()
+    surrogate: KeepSurrogate | None = None
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules by which KV can be evicted, as `diptych.eviction_spec.KeepSpec` names them."""
+        return (ADA, FASTGEN) if self.surrogate is None else (ADA, FASTGEN, self.surrogate.rule)
 
 
 @dataclass(slots=True)
 class KeptSequence:
     """What the evictor has of one sequence."""
 
-    # [layers, 64, heads * head_dim]: the query of position p is in row p % 64; the positions, -1 without a query.
+    # [layers, 64, heads * head_dim]: the query of position p is in row p % 64; the positions, -1 without a query. There
+    # are no rows until one is recorded.
     queries: Floats
     positions: Ints
     bag: KeptBag | None = None
+    # What `fastgen` decides from, until it has.
+    sums: PromptSums | None = None
 
     def last_rows(self, length: int, count: int) -> Ints:
         """The positions of the last `count` of `length` tokens. Raises ValueError if a query of theirs is missing."""
@@ -82,6 +100,8 @@ class CpuEvictor:
         windows: the sliding window of each layer; 0: none.
         setup: kinds of tokens and the rule of policies.
         alone: whether the pool is that of a whole model, not that of one rank of several.
+        shard: the layers and heads of the model that the pool has; None: all.
+        frequencies: of the model's rotation, [head_dim / 2], for `zap`.
     """
 
     def __init__(
@@ -92,28 +112,43 @@ class CpuEvictor:
         windows: Sequence[int],
         setup: EvictionSetup,
         alone: bool = True,
+        shard: Shard | None = None,
+        frequencies: NDArray[np.float64] | None = None,
     ) -> None:
         self.pool, self._store, self._heads, self._alone = pool, store, heads, alone
-        self._kinds, self._rule = setup.kinds, setup.rule
+        shard = shard or Shard((0, pool.layout.layers), (0, pool.layout.kv_heads))
+        self._first_layer = shard.layers[0]
+        self._kinds, self._rule, self._group = setup.kinds, setup.rule, heads // pool.layout.kv_heads
         self._layout, self._windows = pool.layout, list(windows)
         # [slabs, chunk_bytes]
         self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
-        self._decider = HeadDecider(self._layout, heads // self._layout.kv_heads, windows, setup.rule)
+        self._decider = HeadDecider(self._layout, self._group, windows, setup.rule)
+        self._competition = HeadCompetition(self._layout, self._group, windows)
+        self._surrogate: SurrogateDecider | None = None
+        if setup.surrogate is not None and frequencies is not None:
+            part = setup.surrogate.take_shard(shard)
+            self._surrogate = SurrogateDecider(self._layout, windows, part, frequencies)
+        self.rules = setup.rules
         self._sequences: dict[str, KeptSequence] = {}
         # The last plan: its sequence, the rows that are kept, and the bag's frames, [frames, frame_bytes].
         self._plan: tuple[str, KeptRows, Bytes] | None = None
+        # The last rows that were marked: their sequence, its tokens, and the marks of each head.
+        self._marked: tuple[str, int, list[Marks]] | None = None
 
     @property
     def recorded_bytes(self) -> int:
-        """Bytes of all recorded queries."""
-        return sum(sequence.queries.nbytes for sequence in self._sequences.values())
+        """Bytes of all recorded queries, and of sums of attention."""
+        sums = [one.sums.sums.nbytes for one in self._sequences.values() if one.sums is not None]
+        return sum(sums) + sum(sequence.queries.nbytes for sequence in self._sequences.values())
 
     @property
     def held_bytes(self) -> int:
         """Bytes beside the pool: recorded queries, maps, and the plan's copy of kept rows."""
         bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
         maps = sum(bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
-        return self.recorded_bytes + maps + (self._plan[2].nbytes if self._plan is not None else 0)
+        marks = [] if self._marked is None else self._marked[2]
+        plan = self._plan[2].nbytes if self._plan is not None else 0
+        return self.recorded_bytes + maps + plan + sum(one.nbytes for one in marks)
 
     def list_kernels(self) -> list[Any]:
         """The kernels that nothing but eviction uses."""
@@ -145,50 +180,54 @@ class CpuEvictor:
 
         `sinks` are the places of their first tokens among the sinks, if the pool has a codec.
         """
-        records, evicted, row = list[QueryRecord](), list[EvictedWork](), 0
+        records, evicted, row = list[StepRecord](), list[EvictedWork](), 0
         for number, work in enumerate(works):
             if work.kept is not None:
-                records += self._record_queries(row, work, work.kept)
+                sink = sinks[number] if sinks else 0
+                records += self._record_rows(row, work, work.kept, sink)
                 if work.kept.evicted:
-                    sink = sinks[number] if sinks else 0
                     evicted.append(EvictedWork(row, work, work.kept, self._bag_of(work.kept.key), sink))
             row += len(work.tokens)
         return self._store.attend_to(evicted, records)
 
-    def plan_eviction(self, order: EvictionOrder, slabs: list[int], sink: int = 0) -> EvictionReport:
+    def mark_rows(self, order: EvictionOrder, slabs: list[int], sink: int = 0) -> bytes:
+        """Mark the rows of a sequence whose heads compete, for `plan_eviction`. Arguments and errors are the same.
+
+        Returns:
+            How many rows of each layer compete (`kvcache.eviction.ada.LayerTally.encode`).
+        """
+        point, bag = self._find_point(order, slabs, sink)
+        policies = self._competition.choose_policies(point) if bag is None else bag.kept.policies
+        marks, tally = self._competition.mark_heads(point, policies)
+        self._marked = order.key, len(order.tokens), marks
+        return tally.encode()
+
+    def plan_eviction(
+        self, order: EvictionOrder, slabs: list[int], sink: int = 0, cuts: Sequence[int] = ()
+    ) -> EvictionReport:
         """Decide what is kept of the sequence of `order`, whose slabs within the pool are `slabs`, and copy it aside.
 
-        `sink` is the place of its first token among the sinks, if the pool has a codec.
+        `sink` is the place of its first token among the sinks, if the pool has a codec. `cuts` has the lowest mark that
+        stays in each layer of the model, if heads compete.
 
         Raises:
-            ValueError: the sequence is at no decision point, the boundary is behind its prompt, or the queries of its
-                last rows are missing.
+            ValueError: the sequence is at no decision point, the boundary is behind its prompt, the queries of its last
+                rows are missing, or its rows were not marked.
         """
-        length, prompt, spec = len(order.tokens), order.prompt_tokens, order.spec
-        if not 0 < prompt <= length == decision_tokens(prompt, length) or spec.boundary > prompt:
-            raise ValueError(
-                f"nothing is evicted at {length} tokens, with a prompt of {prompt} and a boundary of {spec.boundary}"
-            )
-        sequence = self._sequences.get(order.key)
-        if sequence is None:
-            raise ValueError(f"no queries of {order.key} were recorded")
-        rows = sequence.last_rows(length, min(PROFILE_ROWS, prompt) if length == prompt else PROFILE_ROWS)
-        kinds = self._kinds[np.asarray(order.tokens)]
-        source, bag = self._find_source(order, slabs, sequence.bag, sink)
-        point = DecisionPoint(prompt, spec, kinds, rows, sequence.queries, source)
-        if bag is None:
-            policies, kept = self._decider.profile_prompt(point)
-        else:
-            policies = bag.kept.policies
-            kept = self._decider.apply_policies(point, policies)
+        point, bag = self._find_point(order, slabs, sink)
+        policies, kept = self._decide(order, point, bag, cuts)
         kept_rows = KeptRows.from_heads(
-            self._layout, spec.boundary, length, policies, [one.positions.astype(np.int32) for one in kept]
+            self._layout,
+            order.spec.boundary,
+            point.length,
+            policies,
+            [one.positions.astype(np.int32) for one in kept],
         )
         # The plan before it, if it was not applied, goes first.
         self._plan = None
-        kept_rows, frames = self._store.pack_frames(kept_rows, kept, source)
+        kept_rows, frames = self._store.pack_frames(kept_rows, kept, point.source)
         self._plan = order.key, kept_rows, frames
-        names = Counter(self._rule.policy_names[policy] for policy in policies.reshape(-1))
+        names = Counter(name_policy(policy, self._rule) for policy in policies.reshape(-1).tolist())
         return EvictionReport(
             kept_rows.num_slabs,
             kept_rows.num_rows,
@@ -196,6 +235,58 @@ class CpuEvictor:
             dict(names),
             measure_bag(kept_rows),
         )
+
+    def _decide(
+        self, order: EvictionOrder, point: DecisionPoint, bag: KeptBag | None, cuts: Sequence[int]
+    ) -> tuple[NDArray[np.uint8], list[HeadColumns]]:
+        """The policies, and what each head keeps behind the boundary, those of layer 0 first."""
+        if order.spec.rule == ADA:
+            if self._marked is None or self._marked[:2] != (order.key, point.length):
+                raise ValueError(f"the rows of {order.key} at {point.length} tokens were not marked")
+            (_, _, marks), self._marked = self._marked, None
+            policies = self._competition.choose_policies(point) if bag is None else bag.kept.policies
+            return policies, self._competition.keep_marked(point, marks, cuts[self._first_layer :])
+        if order.spec.needs_weights:
+            decider = self._surrogate
+            if decider is None or order.spec.rule not in (ZAP, self.rules[-1]):
+                raise ValueError(
+                    f"no KV is evicted here by {order.spec.rule}, only by {' and '.join(self.rules)}"
+                )
+            policies = decider.choose_policies(point) if bag is None else bag.kept.policies
+            return policies, decider.keep_rows(point, policies)
+        if bag is None:
+            sums = self._sequences[order.key].sums
+            assert sums is not None, order.key
+            return self._decider.profile_prompt(point, sums.sums)
+        return bag.kept.policies, self._decider.apply_policies(point, bag.kept.policies)
+
+    def _find_point(
+        self, order: EvictionOrder, slabs: list[int], sink: int
+    ) -> tuple[DecisionPoint, KeptBag | None]:
+        """What a decision is made from; and the bag of the one before, None at the end of the prompt.
+
+        Raises ValueError as `plan_eviction`.
+        """
+        length, prompt, spec = len(order.tokens), order.prompt_tokens, order.spec
+        if not 0 < prompt <= length == decision_tokens(prompt, length) or spec.boundary > prompt:
+            raise ValueError(
+                f"nothing is evicted at {length} tokens, with a prompt of {prompt} and a boundary of {spec.boundary}"
+            )
+        sequence = self._open_sequence(order.key) if spec.needs_weights else self._sequences.get(order.key)
+        if sequence is None:
+            raise ValueError(f"nothing of {order.key} was recorded")
+        rows = np.zeros(0, np.int64)
+        if spec.needs_weights:
+            pass
+        elif length > prompt or spec.rule != FASTGEN:
+            rows = sequence.last_rows(length, min(PROFILE_ROWS, prompt) if length == prompt else PROFILE_ROWS)
+        elif sequence.sums is None:
+            raise ValueError(f"no attention of {order.key} was recorded")
+        else:
+            sequence.sums.require_complete(order.key)
+        kinds = self._kinds[np.asarray(order.tokens)]
+        source, bag = self._find_source(order, slabs, sequence.bag, sink)
+        return DecisionPoint(prompt, spec, kinds, rows, sequence.queries, source), bag
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:
         """Write the planned rows of a sequence into `slabs` of the pool. Raises ValueError without a plan for them."""
@@ -207,7 +298,8 @@ class CpuEvictor:
         for index, slab in enumerate(slabs[: kept.num_slabs]):
             part = scratch[index * frames : (index + 1) * frames].reshape(-1)
             self._memory[slab, : len(part)] = part
-        self._sequences[key].bag, self._plan = self._store.open_bag(kept, slabs), None
+        sequence, self._plan = self._open_sequence(key), None
+        sequence.bag, sequence.sums = self._store.open_bag(kept, slabs), None
 
     def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
         """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
@@ -240,15 +332,14 @@ class CpuEvictor:
         self._sequences.pop(key, None)
         if self._plan is not None and self._plan[0] == key:
             self._plan = None
+        if self._marked is not None and self._marked[0] == key:
+            self._marked = None
 
     def _open_sequence(self, key: str) -> KeptSequence:
         """The sequence, new if it is unknown."""
         if key not in self._sequences:
-            width = self._heads * self._layout.head_dim
-            self._sequences[key] = KeptSequence(
-                np.zeros((self._layout.layers, PROFILE_ROWS, width), np.float32),
-                np.full(PROFILE_ROWS, -1, np.int64),
-            )
+            none = np.zeros((self._layout.layers, 0, 0), np.float32)
+            self._sequences[key] = KeptSequence(none, np.full(PROFILE_ROWS, -1, np.int64))
         return self._sequences[key]
 
     def _find_source(
@@ -272,15 +363,33 @@ class CpuEvictor:
             raise ValueError(f"the kept rows of {order.key} are in other slabs: load them first")
         return self._store.answer_columns(bag, slabs[:chunks], slabs[chunks], sink), bag
 
-    def _record_queries(self, row: int, work: StepWork, kept: KeptWork) -> list[QueryRecord]:
-        """Where the queries of a work's rows are recorded; its first is `row` of the step."""
+    def _record_rows(self, row: int, work: StepWork, kept: KeptWork, sink: int) -> list[StepRecord]:
+        """What is recorded of a work's rows, of which the first is `row` of the step."""
         tokens = np.arange(work.start, work.start + len(work.tokens))
+        if kept.spec.needs_weights:
+            return []
+        if not kept.evicted and kept.spec.rule == FASTGEN:
+            return self._sum_rows(row + np.arange(len(tokens)), tokens, work, kept, sink)
         if not kept.evicted:
             tokens = tokens[tokens >= kept.prompt_tokens - PROFILE_ROWS]
         if not len(tokens):
             return []
         sequence = self._open_sequence(kept.key)
+        if not sequence.queries.size:
+            shape = self._layout.layers, PROFILE_ROWS, self._heads * self._layout.head_dim
+            sequence.queries = np.zeros(shape, np.float32)
         return [QueryRecord(sequence.queries, sequence.positions, row + tokens - work.start, tokens)]
+
+    def _sum_rows(
+        self, rows: Ints, tokens: Ints, work: StepWork, kept: KeptWork, sink: int
+    ) -> list[StepRecord]:
+        """The record of all rows of a work of a prompt."""
+        sequence = self._open_sequence(kept.key)
+        if sequence.sums is None:
+            sequence.sums = PromptSums(self._layout, kept.prompt_tokens)
+        source = self._store.prompt_columns(work.slabs, int(tokens[-1]) + 1, sink)
+        near = self._rule.window_tokens(kept.prompt_tokens, kept.spec.boundary)
+        return [SumRecord(sequence.sums, source, self._group, self._windows, near, rows, tokens)]
 
     def _bag_of(self, key: str) -> KeptBag:
         bag = self._sequences[key].bag

@@ -7,15 +7,15 @@ the query heads of the group by their mean:
 
     strip [blocks of 16 rows, columns, 16]
 
-A strip takes 256 bytes for each column, and only one exists at a time. Two things are read from it: the sums of its
-columns, for the scores, and the mass that falls on the columns that a policy keeps, of the row with the least. The
-window of a policy slides with each row. `tests.support.keep_reference` is the same, slow and in float64.
+A strip takes 256 bytes for each column, and only one exists at a time. The sums of its columns are read from it: of
+all rows, and of those rows whose window holds the column, since the window of a policy slides with each row.
+`tests.support.keep_reference` is the same, slow and in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -178,108 +178,27 @@ def _sum_columns(strip: Any, room: int, sums: Any) -> None:
         sums[t] = total
 
 
-@jit_inner
-def _find_largest(values: Any, length: Any, count: Any) -> Any:
-    """The `count`-th largest of the first `length` values, which it puts into another order (Hoare's selection)."""
-    wanted, left, right = length - count, 0, length - 1
-    while left < right:
-        pivot, i, j = values[(left + right) // 2], left, right
-        while i <= j:
-            while values[i] < pivot:
-                i += 1
-            while pivot < values[j]:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if j < wanted:
-            left = i
-        if wanted < i:
-            right = j
-    return values[wanted]
-
-
-@jit_inner
-def _keep_frequent(scores: Any, candidates: Any, count: Any, values: Any, kept: Any) -> None:
-    """Add to `kept` what `kvcache.eviction.policies.pick_frequent` picks; `values` is room for as many scores and one
-    more."""
-    found = 0
-    for t in range(len(scores)):
-        values[found] = scores[t]
-        found += candidates[t]
-    if count >= found:
-        kept |= candidates
-        return
-    lowest, equal = np.inf, count
-    if count:
-        lowest = _find_largest(values, found, count)
-        for i in range(found):
-            equal -= values[i] > lowest
-    for t in range(len(scores)):
-        kept[t] |= candidates[t] & (scores[t] > lowest)
-    # Of those with the lowest score that is picked, the first ones.
-    for t in range(len(scores)):
-        if equal > 0 and scores[t] == lowest and candidates[t]:
-            kept[t] = True
-            equal -= 1
-
-
-@jit_inner
-def _find_least_mass(strip: Any, room: Any, rows: Any, kept: Any, nears: Any, local: Any, places: Any) -> Any:
-    """The attention to `kept` columns, of the row that has the least; with `local`, also to its window.
-
-    `places` is room for the numbers of all columns and one more.
-    """
-    least, columns, found = np.float32(np.inf), len(kept), 0
-    for t in range(columns):
-        places[found] = t
-        found += kept[t]
+@jit
+def _sum_near_columns(strip: Any, room: int, rows: int, nears: Any, sums: Any) -> None:
+    """As `_sum_columns`, of each column only what rows give to which it is near: row r has nears[r] as its first."""
     near, lanes, none = np.empty(LANES, np.float32), np.empty(LANES, np.float32), splat(np.float32(0))
+    sums[:] = np.float32(0)
     for start in range(0, rows, LANES):
         for lane in range(LANES):
             near[lane] = nears[min(start + lane, rows - 1)]
-        # Columns from `outer` on are near to some rows of the block, those from `inner` on to all.
-        outer, inner = columns, columns
-        if local:
-            outer, inner = min(int(near[0]), columns), min(int(near[LANES - 1]), columns)
-        at, low, mass = start * room, load(near, 0), splat(np.float32(0))
-        i = 0
-        while i < found and places[i] < outer:
-            mass = add(mass, load(strip, at + places[i] * LANES))
-            i += 1
-        for t in range(outer, inner):
+        low, at = load(near, 0), start * room
+        for t in range(min(int(near[0]), len(sums)), len(sums)):
             x = load(strip, at + t * LANES)
-            y = within(x, low, splat(np.float32(t)), splat(_NO_COLUMN), none)
-            mass = add(mass, x if kept[t] else y)
-        for t in range(inner, columns):
-            mass = add(mass, load(strip, at + t * LANES))
-        store(lanes, 0, mass)
-        for lane in range(min(LANES, rows - start)):
-            # Once it is no number, it stays so.
-            if least == least and not lanes[lane] >= least:
-                least = lanes[lane]
-    return least
-
-
-@jit
-def _try_policies(
-    strip: Any, room: int, rows: int, nears: Any, scores: Any, plain: Any, candidates: Any, local: Any,
-    frequent: int, threshold: float, masses: Any, kept: Any,
-) -> None:  # fmt: skip
-    """Set `masses` and `kept` as `PolicyTrial` says."""
-    values, places = np.empty(len(kept) + 1, np.float64), np.empty(len(kept) + 1, np.int64)
-    for policy in range(len(masses)):
-        kept[:] = plain[policy]
-        _keep_frequent(scores, candidates[policy], frequent, values, kept)
-        masses[policy] = _find_least_mass(strip, room, rows, kept, nears, local[policy], places)
-        if masses[policy] >= threshold:
-            break
+            store(lanes, 0, within(x, low, splat(np.float32(t)), splat(_NO_COLUMN), none))
+            total = np.float32(0)
+            for i in range(LANES):
+                total += lanes[i]
+            sums[t] += total
 
 
 def list_profile_kernels(width: int) -> list[Any]:
     """The kernels of this module for one head dimension."""
-    return [build_profile_kernel(width), _sum_columns, _try_policies]
+    return [build_profile_kernel(width), _sum_columns, _sum_near_columns]
 
 
 def attend_columns(
@@ -337,55 +256,8 @@ def sum_strip(strip: Floats, columns: int) -> Floats:
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyTrial:
-    """Tries the policies on heads that all have the same columns: those of a prompt, before anything is dropped.
-
-    Args:
-        seen: the columns of each row.
-        visible: how many rows see each column, 1 if none does, [columns].
-        plain: the columns that policies 0 to 3 keep whatever their scores, without windows, [4, columns].
-        candidates: of their frequent tokens, [4, columns].
-        local: whether they have a window, [4].
-        frequent: the number of frequent tokens.
-        threshold: of recovered mass.
-
-    Memory for a strip is here too: heads use it one after the other.
-    """
-
-    row_columns: RowColumns
-    visible: Ints
-    plain: Bools
-    candidates: Bools
-    local: Bools
-    frequent: int
-    threshold: float
-    strip: Floats = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strip", make_strip(len(self.row_columns.highs), len(self.visible)))
-
-    def run(self, queries: Floats, head: int, group: int, keys: Floats) -> tuple[NDArray[np.float64], Bools]:
-        """Try one KV head; arguments as `attend_columns`.
-
-        Returns:
-            The recovered mass of policies up to the first that suffices, then NaN, [4]; and the columns that the last
-            of these policies keeps, its window aside, [columns].
-        """
-        columns, strip = len(keys), attend_columns(queries, head, group, keys, self.row_columns, self.strip)
-        masses, kept = np.full(len(self.local), np.nan), np.empty(columns, np.bool_)
-        _try_policies(
-            strip,
-            pad_columns(columns),
-            len(queries),
-            self.row_columns.nears,
-            sum_strip(strip, columns) / self.visible,
-            self.plain,
-            self.candidates,
-            self.local,
-            self.frequent,
-            self.threshold,
-            masses,
-            kept,
-        )
-        return masses, kept
+def sum_near_strip(strip: Floats, columns: int, row_columns: RowColumns) -> Floats:
+    """The sums of a strip's columns over the rows whose window holds them, [columns]."""
+    sums = np.empty(columns, np.float32)
+    _sum_near_columns(strip, pad_columns(columns), len(row_columns.nears), row_columns.nears, sums)
+    return sums

@@ -40,6 +40,7 @@ from engine.cpu.attention import (
     softmax_page,
 )
 from engine.cpu.eviction.decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
+from engine.cpu.eviction.step_records import StepRecord
 from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner, prefetch
 from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows
@@ -145,7 +146,7 @@ class KeptStore(Protocol):
     def list_kernels(self) -> list[Any]:
         """The kernels that work with evicted sequences only."""
 
-    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """The attention of a step in which sequences are evicted, or their queries recorded."""
 
 
@@ -174,28 +175,6 @@ class RaggedRows:
     frames: Ints
     # [layers, rows, kv_heads]: kept rows that are before the layer's sliding window; 0 without a window.
     skips: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class QueryRecord:
-    """Where the queries of some rows of a step are recorded: the query of position p in row p % 64.
-
-    `positions` says which queries are complete, over all layers. Recording a row again changes nothing.
-    """
-
-    # [layers, 64, heads * head_dim] and [64], shared with the owner.
-    queries: Floats
-    positions: Ints
-    # [recorded]: rows of the step, and the positions of their tokens.
-    rows: Ints
-    tokens: Ints
-
-    def store(self, layer: int, qkv: Floats) -> None:
-        """Copy the rotated queries of one layer; the last layer completes them."""
-        places = self.tokens % PAGE
-        self.queries[layer, places] = qkv[self.rows, : self.queries.shape[2]]
-        if layer + 1 == len(self.queries):
-            self.positions[places] = self.tokens
 
 
 @jit_inner
@@ -370,7 +349,7 @@ class RawStore:
         """As `KeptStore.list_kernels`."""
         return [build_ragged_kernel(self._layout.head_dim)]
 
-    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[QueryRecord]) -> PagedAttention:
+    def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
         return RaggedAttention(self._attention, self._pack_rows(evicted) if evicted else None, records)
 
@@ -409,7 +388,7 @@ class RaggedAttention:
     """
 
     def __init__(
-        self, attention: CpuAttention, ragged: RaggedRows | None, records: Sequence[QueryRecord]
+        self, attention: CpuAttention, ragged: RaggedRows | None, records: Sequence[StepRecord]
     ) -> None:
         self._attention, self._ragged, self._records = attention, ragged, list(records)
         self._kernel = build_ragged_kernel(attention.layout.head_dim)

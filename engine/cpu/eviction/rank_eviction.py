@@ -15,25 +15,37 @@ from typing import Any
 import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import ADA, KeepSpec
 from engine.batching.sink_slots import SinkPlan, SinkSlots
 from engine.cpu.eviction.evictor import CpuEvictor
 from engine.protocols import EvictingRunner, EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
+from kvcache.eviction.ada import LayerTally, add_tallies
 from kvcache.eviction.bag_sizes import merge_sizes
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool, find_pool
+
+
+class MarkRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Mark the rows of a sequence whose heads compete; it is answered with a report that has the rank's tally.
+
+    `sinks` is as in `PlanEviction`.
+    """
+
+    order: EvictionOrder
+    sinks: SinkPlan = SinkPlan()
 
 
 class PlanEviction(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`EvictingRunner.plan_eviction`; it is answered with a report of the rank's own heads.
 
     `sinks` has the place of the sequence's first token among the sinks, if its pool has a codec; if it is missing, all
-    ranks compute it first.
+    ranks compute it first. `cuts` says which marks stay in each layer, if rows were marked.
     """
 
     order: EvictionOrder
     sinks: SinkPlan = SinkPlan()
+    cuts: list[int] = []
 
 
 class ApplyEviction(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,7 +70,7 @@ class ForgetKept(msgspec.Struct, frozen=True, array_like=True, tag=True):
     key: str
 
 
-KeptOrder = PlanEviction | ApplyEviction | LoadKept | ForgetKept
+KeptOrder = MarkRows | PlanEviction | ApplyEviction | LoadKept | ForgetKept
 Reports = Sequence[EvictionReport]
 # Has all ranks carry out an order, of which the function does this rank's part, and returns its reports and those of
 # the other ranks.
@@ -92,6 +104,11 @@ class RankEvictor:
         """As `EvictingRunner.can_evict`."""
         return bool(self._evictors)
 
+    @property
+    def keep_rules(self) -> Sequence[str]:
+        """As `EvictingRunner.keep_rules`."""
+        return self._evictors[0].rules if self._evictors else ()
+
     def list_kernels(self) -> list[Any]:
         """The kernels that nothing but eviction uses, of all pools; none if nothing may be evicted."""
         return [kernel for evictor in self._evictors for kernel in evictor.list_kernels()]
@@ -100,9 +117,20 @@ class RankEvictor:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
         layout = self._find_evictor(order.slabs).pool.layout
         sinks = self._sink_slots.plan(order.tokens[:1]) if layout.codec else SinkPlan()
-        reports = self.evict_on_ranks(PlanEviction(order, sinks))
+        cuts = list[int]()
+        if order.spec.rule == ADA:
+            tally = self._merge_tallies(self.evict_on_ranks(MarkRows(order, sinks)))
+            is_prompt = len(order.tokens) == order.prompt_tokens
+            cuts = tally.cut_prompt(order.spec.threshold) if is_prompt else tally.cut_answer()
+        reports = self.evict_on_ranks(PlanEviction(order, sinks, cuts))
         self._sink_slots.keep(sinks)
         return reports[0] if len(reports) == 1 else merge_reports(reports, layout, self._shards)
+
+    def _merge_tallies(self, reports: Reports) -> LayerTally:
+        """How many rows compete in each layer of the whole model."""
+        tallies = [LayerTally.decode(report.tally) for report in reports]
+        starts = [shard.layers[0] for shard in self._shards]
+        return add_tallies(tallies, starts, self._shards[-1].layers[1])
 
     def evict_on_ranks(self, order: KeptOrder) -> list[EvictionReport]:
         """Carry out an order on all ranks; returns the reports that it asks for, by rank.
@@ -127,16 +155,23 @@ class RankEvictor:
         evictor = self._find_evictor(slabs)
         mine = [slab - evictor.pool.first for slab in slabs]
         match order:
-            case PlanEviction(asked, sinks):
-                failure = self._compute_sinks(sinks)
-                if failure is not None:
-                    raise failure
-                return [evictor.plan_eviction(asked, mine, sinks.slots[0] if sinks.slots else 0)]
+            case MarkRows(asked, sinks):
+                tally = evictor.mark_rows(asked, mine, self._find_sink(sinks))
+                return [EvictionReport(0, 0, 0, {}, tally=tally)]
+            case PlanEviction(asked, sinks, cuts):
+                return [evictor.plan_eviction(asked, mine, self._find_sink(sinks), cuts)]
             case ApplyEviction(key):
                 evictor.apply_eviction(key, mine)
             case LoadKept(key, boundary, length):
                 evictor.load_kept(key, boundary, length, mine)
         return []
+
+    def _find_sink(self, sinks: SinkPlan) -> int:
+        """The place of a sequence's first token among the sinks, which is computed if it is missing."""
+        failure = self._compute_sinks(sinks)
+        if failure is not None:
+            raise failure
+        return sinks.slots[0] if sinks.slots else 0
 
     def _find_evictor(self, slabs: Sequence[int]) -> CpuEvictor:
         """The evictor of the pool that slabs are in. Raises ValueError if it has none."""
@@ -162,8 +197,13 @@ def merge_reports(reports: Reports, layout: KvLayout, shards: Sequence[Shard]) -
 
 
 def warm_eviction(runner: EvictingRunner, pool: KvPool, max_model_len: int) -> None:
-    """Evict a short prompt in a pool of the runner, and decode behind it; nothing of it stays."""
-    owner, spec, tokens = "warm", KeepSpec(0.5), [0] * min(CHUNK_TOKENS // 2, max_model_len - 1)
+    """Evict a short prompt in a pool of the runner by each rule, and decode behind it; nothing of it stays."""
+    for rule in runner.keep_rules:
+        _warm_rule(runner, pool, max_model_len, KeepSpec(0.5, rule=rule))
+
+
+def _warm_rule(runner: EvictingRunner, pool: KvPool, max_model_len: int, spec: KeepSpec) -> None:
+    owner, tokens = "warm", [0] * min(CHUNK_TOKENS // 2, max_model_len - 1)
     slabs = pool.take_slabs(1, owner)
     try:
         kept = KeptWork(owner, len(tokens), spec, evicted=False)
@@ -183,6 +223,6 @@ def warm_eviction(runner: EvictingRunner, pool: KvPool, max_model_len: int) -> N
         pool.give_back(slabs, owner)
 
 
-def _slabs_of(order: PlanEviction | ApplyEviction | LoadKept) -> list[int]:
+def _slabs_of(order: MarkRows | PlanEviction | ApplyEviction | LoadKept) -> list[int]:
     """The slabs that an order is about."""
-    return order.order.slabs if isinstance(order, PlanEviction) else order.bag_slabs
+    return order.order.slabs if isinstance(order, MarkRows | PlanEviction) else order.bag_slabs

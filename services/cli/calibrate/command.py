@@ -16,14 +16,17 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from diptych.errors import ConfigError, ModelError
+from engine.calibration.keep_fit import FIT_SEQUENCES, fit_surrogate
 from engine.calibration.kv_calibration import MAX_SAMPLE_BYTES, calibrate_model
 from engine.calibration.kv_quality import measure_quality
 from engine.model.architecture import ModelConfig
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from engine.model.memory_plan import FLOAT_BYTES, available_memory, format_bytes
+from engine.model.rope import rope_frequencies
 from engine.model.tokenizer import ModelTokenizer
-from kvcache.codecs.calibration import FILE_NAME, Calibration, write_calibration
+from kvcache.codecs.calibration import FILE_NAME, CalibratedModel, Calibration, write_calibration
+from kvcache.eviction.zap import KeepSurrogate, surrogate_path, write_surrogate
 from services.bench.signals import interrupt_on_sigterm
 from services.cli.calibrate.options import CalibrateOptions
 from services.cli.calibrate.text import SplitText, split_text
@@ -47,7 +50,8 @@ def run_calibration(options: CalibrateOptions) -> int:
     """
     checkpoint = Checkpoint.resolve(resolve_embedded(options.model), options.revision)
     out = options.out or checkpoint.path / FILE_NAME
-    _check_output(out, options.force)
+    for path in (out, surrogate_path(out)):
+        _check_output(path, options.force)
     group, tokens = (
         choose_group(checkpoint.config, options.group),
         choose_tokens(checkpoint.config, options.tokens),
@@ -61,12 +65,13 @@ def run_calibration(options: CalibrateOptions) -> int:
         console.print(line, highlight=False, markup=False)
 
     with interrupt_on_sigterm():
-        calibration = _calibrate(checkpoint, text, group, device, say)
-        _write_file(calibration, out)
+        calibration, surrogate = _calibrate(checkpoint, text, group, device, say)
+        _write_files(calibration, surrogate, out)
     if options.as_json:
-        print(json.dumps(calibration_figures(calibration) | {"file": str(out)}))
+        print(json.dumps(calibration_figures(calibration, surrogate) | {"file": str(out)}))
     else:
         _print_figures(Console(), calibration, out)
+        _print_surrogate(Console(), surrogate, out)
     return 0
 
 
@@ -140,10 +145,11 @@ def _check_memory(checkpoint: Checkpoint, device: torch.device) -> None:
         )
 
 
-def _write_file(calibration: Calibration, out: Path) -> None:
-    """Write the file. Raises ConfigError if that is not possible."""
+def _write_files(calibration: Calibration, surrogate: KeepSurrogate, out: Path) -> None:
+    """Write both files. Raises ConfigError if that is not possible."""
     try:
         write_calibration(calibration, out)
+        write_surrogate(surrogate, surrogate_path(out))
     except OSError as error:
         fix = "choose another place with --out"
         raise ConfigError(f"{out} cannot be written", error.strerror or str(error), fix) from error
@@ -187,7 +193,7 @@ def _embedded_text(folder: Path, samples: tuple[int, int], windows: tuple[int, i
 
 def _calibrate(
     checkpoint: Checkpoint, text: SplitText, group: int, device: torch.device, say: Say
-) -> Calibration:
+) -> tuple[Calibration, KeepSurrogate]:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -205,19 +211,35 @@ def _calibrate(
         say(f"layers {layers.start + 1} to {layers.stop} of {total}: {done} of {len(sequences)} sequences")
 
     calibration = calibrate_model(model, sequences, identify_model(checkpoint), group, progress=tell)
+    surrogate = _fit_surrogate(model, sequences, checkpoint, calibration.model, say)
     if not text.held_out:
-        return calibration
+        return calibration, surrogate
     quality = measure_quality(
         model, _to_tensors(text.held_out), calibration, lambda name: say(f"measuring {name}")
     )
-    return replace(calibration, quality=quality)
+    return replace(calibration, quality=quality), surrogate
+
+
+def _fit_surrogate(
+    model: Any,
+    sequences: Sequence[torch.Tensor],
+    checkpoint: Checkpoint,
+    calibrated: CalibratedModel,
+    say: Say,
+) -> KeepSurrogate:
+    """What evictions need: the model reads each sequence twice within its context."""
+    config = checkpoint.config
+    texts = [one[: config.context // 2] for one in sequences[:FIT_SEQUENCES]]
+    frequencies = rope_frequencies(config.rope, config.head_dim).double().numpy()
+    say(f"evictions: {len(texts)} sequences, read twice")
+    return fit_surrogate(model, texts, calibrated, frequencies)
 
 
 def _to_tensors(sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     return [torch.tensor(ids) for ids in sequences]
 
 
-def calibration_figures(calibration: Calibration) -> dict[str, Any]:
+def calibration_figures(calibration: Calibration, surrogate: KeepSurrogate) -> dict[str, Any]:
     """What `--json` prints of a calibration."""
     quality = calibration.quality
     return {
@@ -226,7 +248,18 @@ def calibration_figures(calibration: Calibration) -> dict[str, Any]:
         "tokens": calibration.tokens,
         "codecs": list(calibration.constants),
         "quality": None if quality is None else msgspec.to_builtins(quality),
+        "zap": {"digest": surrogate.digest, "tokens": surrogate.tokens, "r2": round(surrogate.r2, 4)},
     }
+
+
+def _print_surrogate(console: Console, surrogate: KeepSurrogate, out: Path) -> None:
+    console.print(
+        f"evictions {surrogate.digest}, R² {surrogate.r2:.2f} on {surrogate.tokens} tokens,"
+        f" written to {surrogate_path(out)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _print_figures(console: Console, calibration: Calibration, out: Path) -> None:

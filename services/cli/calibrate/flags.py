@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.cli.calibrate.options import CalibrateOptions
 from services.cli.option_fields import options_command
 
-HELP = """Fit the KV codecs nuq4, nuq3 and nuq2 to a model, and measure what each codec costs in quality.
+HELP = """Fit the KV codecs nuq4, nuq3 and nuq2, and evictions, to a model, and measure what each codec costs.
 
 \b
   diptych calibrate ./my-model --text sample.txt

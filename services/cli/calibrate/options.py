@@ -25,7 +25,9 @@ class CalibrateOptions:
         metavar="FILE",
     )
     out: Path | None = option_field(
-        None, "Write the constants here; default: kvquant.safetensors beside the model", metavar="FILE"
+        None,
+        "Write the constants here, those of evictions beside it; default: kvquant.safetensors beside the model",
+        metavar="FILE",
     )
     force: bool = option_field(False, "Replace the file if there is one")
     samples: int = option_field(16, "Sequences of text", min=1, max=4096)

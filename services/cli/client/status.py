@@ -187,7 +187,7 @@ def _format_eviction(keep: dict[str, Any]) -> str:
     threshold = keep.get("threshold", 1)
     default = f"--kv-keep {threshold}" if threshold < 1 else "none unless requests ask for 'keep'"
     measured = "".join(
-        f"; {one['kv_class']} at {one['threshold']} keeps {one['kept_share']:.0%}"
+        f"; {one['kv_class']} at {one['threshold']} by {one['rule'].partition('@')[0]} keeps {one['kept_share']:.0%}"
         for one in keep.get("measured", ())
     )
     return f"eviction: {default}; possible for KV of {classes}{measured}" if classes else ""

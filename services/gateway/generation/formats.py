@@ -40,8 +40,8 @@ class ResponseHead:
     """The fields that the whole body, or every chunk, of one response repeats. `created` is in Unix seconds.
 
     `kv_class` is named when the first token is there: the class that KV is coded in, or "" for KV without a codec.
-    `keep` is the threshold of a request that evicts, else 1. `cached_tokens` are those of the prompt, known with the
-    first token, too.
+    `keep` is the threshold of a request that evicts, else 1, and `keep_rule` its rule. `cached_tokens` are those of
+    the prompt, known with the first token, too.
     """
 
     id: str
@@ -50,16 +50,17 @@ class ResponseHead:
     model_fingerprint: str | None
     kv_class: str = ""
     keep: float = 1.0
+    keep_rule: str = ""
     cached_tokens: int = 0
 
     @property
     def fingerprint(self) -> str | None:
-        """The `system_fingerprint`: it names the model, the KV class if KV is coded, and the threshold if KV is
+        """The `system_fingerprint`: it names the model, the KV class if KV is coded, and threshold and rule if KV is
         evicted.
         """
         if self.model_fingerprint is None:
             return None
-        keep = f"keep{self.keep!r}" if self.keep < 1 else ""
+        keep = f"keep{self.keep!r}.{self.keep_rule}" if self.keep < 1 else ""
         return ".".join(part for part in (self.model_fingerprint, self.kv_class, keep) if part)
 
     def name_kv_class(self, kv: KvDetails | None) -> None:

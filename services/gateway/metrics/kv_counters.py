@@ -28,7 +28,9 @@ class KvCounters:
             "where",
         )
         self.pruned_heads = counter(
-            "diptych:kv_pruned_heads", "Heads of answered sequences that evict, by their policy", "policy"
+            "diptych:kv_pruned_heads",
+            "Heads of answered sequences that evict, by their policy or rule",
+            "policy",
         )
         self.pruned_bytes = counter(
             "diptych:kv_pruned_bytes", "Bytes of KV of sequences that evict: kept, or dropped", "outcome"

@@ -11,14 +11,15 @@ import msgspec
 
 from diptych.chunks import AUTO_CLASS, CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import ADA, KEEP_ALL, KEEP_RULES, ZAP, KeepSpec
+from diptych.logs.shown_text import quote_text
 from router.routing.kv_classes import ServedClasses, names_class
 from services.gateway.openai.schemas.request_schema import GenerationFields, KeepOptions
 from services.gateway.openai.schemas.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
 
 KEEP_FIELD = "diptych.keep"
-BOUNDARY_FIELD = f"{KEEP_FIELD}.boundary"
+BOUNDARY_FIELD, RULE_FIELD = f"{KEEP_FIELD}.boundary", f"{KEEP_FIELD}.rule"
 # Roles of messages that instruct the model, and with which a conversation begins.
 SYSTEM_ROLES = ("system", "developer")
 
@@ -35,16 +36,20 @@ def resolve_keep(
         rules: its `keep_threshold` counts for requests without one.
 
     Raises:
-        RequestError: 400, the boundary is not a number of whole chunks, or beyond a prompt, or without a threshold
-            though the default keeps everything.
+        RequestError: 400, the rule is unknown; the boundary is not a number of whole chunks, or beyond a prompt; or a
+            boundary or a rule is without a threshold though the default keeps everything.
     """
     asked = None if fields.diptych is None else fields.diptych.keep
     options = asked if isinstance(asked, KeepOptions) else KeepOptions(asked)
+    if options.rule is not None and options.rule not in KEEP_RULES:
+        known = ", ".join(f"'{rule}'" for rule in KEEP_RULES)
+        raise invalid_value_error(RULE_FIELD, f"{quote_text(options.rule)} is not one of {known}")
     threshold = rules.keep_threshold if options.threshold is None else options.threshold
     boundary = options.boundary
-    if boundary is not None and options.threshold is None and threshold >= 1:
-        problem = "needs a threshold below 1; the default is 1"
-        raise invalid_value_error(BOUNDARY_FIELD, f"{problem}. Send 'diptych.keep.threshold', too")
+    for field, value in ((BOUNDARY_FIELD, boundary), (RULE_FIELD, options.rule)):
+        if value is not None and options.threshold is None and threshold >= 1:
+            problem = "needs a threshold below 1; the default is 1"
+            raise invalid_value_error(field, f"{problem}. Send 'diptych.keep.threshold', too")
     if boundary is None:
         boundary = system_tokens - system_tokens % CHUNK_TOKENS
     elif boundary % CHUNK_TOKENS:
@@ -54,7 +59,30 @@ def resolve_keep(
     elif boundary > (shortest := min(lengths)):
         problem = f"({boundary} tokens) is beyond the prompt, which has {shortest} tokens"
         raise invalid_value_error(BOUNDARY_FIELD, problem)
-    return KeepSpec(threshold, boundary) if threshold < 1 else KEEP_ALL
+    return KeepSpec(threshold, boundary, options.rule or ADA) if threshold < 1 else KEEP_ALL
+
+
+def find_asked_rule(fields: GenerationFields) -> str | None:
+    """The rule that a request names, if any."""
+    asked = None if fields.diptych is None else fields.diptych.keep
+    return asked.rule if isinstance(asked, KeepOptions) else None
+
+
+def choose_keep_rule(asked: str | None, rules: Sequence[str]) -> str:
+    """The rule of a request that evicts: what it asks for; or `zap` where there are weights for it, else `ada`.
+
+    Args:
+        asked: the rule that the request names, if any.
+        rules: by which the workers can evict.
+
+    Raises:
+        RequestError: 400, it asks for `zap`, and the workers have no weights for it, or different ones.
+    """
+    calibrated = next((rule for rule in rules if rule.startswith(ZAP)), None)
+    if asked == ZAP and calibrated is None:
+        problem = "cannot be 'zap': the workers have no calibration of evictions (diptych calibrate), or different ones"
+        raise unsupported_error(RULE_FIELD, f"{problem}; send 'ada' or 'fastgen'")
+    return calibrated or ADA if asked in (None, ZAP) else asked
 
 
 def choose_keep_class(asked: str | None, classes: ServedClasses) -> str:
@@ -132,6 +160,7 @@ def describe_kv(
     kept = KeepDetails(
         keep.threshold,
         keep.boundary,
+        keep.rule,
         sum(one.kept_rows for one in found),
         sum(one.all_rows for one in found),
         sum(one.freed_slabs for one in found) * details.kv_bytes_per_token * CHUNK_TOKENS,

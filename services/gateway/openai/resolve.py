@@ -12,13 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from diptych.chunks import AUTO_CLASS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
 from router.routing.kv_classes import ServedClasses, names_class
 from router.routing.prefix_index import ChunkNames, name_chunks
-from services.gateway.openai.keep_options import choose_keep_class, resolve_keep
+from services.gateway.openai.keep_options import (
+    choose_keep_class,
+    choose_keep_rule,
+    find_asked_rule,
+    resolve_keep,
+)
 from services.gateway.openai.schemas.pooling_schema import PooledAnswer
 from services.gateway.openai.schemas.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.openai.tenancy import tenancy_of_body
@@ -94,6 +100,8 @@ class ResolvedRequest:
     default_kv: bool = False
     # What may be dropped of its KV.
     keep: KeepSpec = KEEP_ALL
+    # The rule of eviction that it names, if any; `keep` has the one that counts once workers are known.
+    keep_rule: str | None = None
     # What the reader of its answers needs to know; None: they are plain text.
     context: AnswerContext | None = None
     # Whether only tokens of its text have log-probabilities, none of thoughts and calls.
@@ -182,6 +190,7 @@ def resolve_chat(
         logprobs=top,
         first_lists_prompt=True,
         keep=resolve_keep(request, [len(prompt.tokens)], system_tokens, rules),
+        keep_rule=find_asked_rule(request),
         context=context,
         **_output_options(request, rules),
     )
@@ -226,6 +235,7 @@ def resolve_completion(
         echo=echo,
         logprobs=request.logprobs,
         keep=resolve_keep(request, [len(prompt.tokens) for prompt in prompts], 0, rules),
+        keep_rule=find_asked_rule(request),
         **_output_options(request, rules),
     )
 
@@ -316,7 +326,11 @@ def fit_kv_class(resolved: ResolvedRequest, classes: ServedClasses) -> ResolvedR
     check_kv_class(resolved, classes.served, classes.auto)
     if not resolved.keep.evicts:
         return resolved
-    return replace(resolved, kv=choose_keep_class(resolved.kv, classes), default_kv=resolved.kv is None)
+    keep = resolved.keep
+    if classes.served:
+        keep = structs.replace(keep, rule=choose_keep_rule(resolved.keep_rule, classes.rules))
+    kv = choose_keep_class(resolved.kv, classes)
+    return replace(resolved, kv=kv, default_kv=resolved.kv is None, keep=keep)
 
 
 def _max_new_tokens(

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from diptych.errors import ConfigError, DiptychError, ModelError
-from engine.model.calibration_file import load_calibration
+from engine.model.calibration_file import load_calibration, load_surrogate
 from engine.model.checkpoint import Checkpoint
 from kvcache.codecs.calibration import FILE_NAME
+from kvcache.eviction.zap import surrogate_path
 from services.cli.calibrate import command
 from services.cli.calibrate.command import choose_device, run_calibration
 from services.cli.calibrate.options import CalibrateOptions
@@ -31,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
     """A model that is not the embedded one, as far as its place tells."""
     copy = Path(shutil.copytree(TINY, tmp_path / "model"))
     (copy / FILE_NAME).unlink()
+    surrogate_path(copy / FILE_NAME).unlink()
     return copy
 
 
@@ -65,7 +67,14 @@ def test_the_same_text_gives_the_same_bytes_and_quality_stays_outside_the_hash(
     assert quality["windows"] == 1 and quality["codecs"]["nuq2"]["ppl_delta_pct"] > 0
     found = load_calibration(Checkpoint.resolve(str(TINY)), str(paths[2]))
     assert found is not None and (found.digest, found.tokens) == (figures[2]["digest"], 2 * 63)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
+    surrogates = [surrogate_path(path) for path in paths]
+    assert (
+        len({path.read_bytes() for path in surrogates}) == 1
+        and len({one["zap"]["digest"] for one in figures}) == 1
+    )
+    weights = load_surrogate(Checkpoint.resolve(str(TINY)), str(paths[2]))
+    assert weights is not None and (weights.digest, weights.tokens) == (figures[0]["zap"]["digest"], 2 * 64)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (*paths, *surrogates)}
 
 
 def test_another_model_is_calibrated_on_a_text_and_beside_its_weights(folder: Path, text: Path) -> None:
@@ -76,6 +85,8 @@ def test_another_model_is_calibrated_on_a_text_and_beside_its_weights(folder: Pa
     before = (folder / FILE_NAME).read_bytes()
     assert f"{FILE_NAME} is there already" in refused(replace(options, group=32))
     assert (folder / FILE_NAME).read_bytes() == before
+    (folder / FILE_NAME).unlink()
+    assert "kvquant.zap is there already" in refused(options)
     assert run_calibration(replace(options, group=32, force=True)) == 0
     assert (folder / FILE_NAME).read_bytes() != before
 

@@ -36,7 +36,10 @@ def test_requests_evict_all_or_none() -> None:
     assert {one.keep.boundary for one in keeps} == {0, 64}
     assert all(len(one.prompt) > one.keep.boundary and one.keep.threshold == 0.8 for one in keeps)
     body = Question([1, 2], KeepSpec(0.8, 64)).make_body(3)
-    assert (body["diptych"], body["max_tokens"]) == ({"keep": {"threshold": 0.8, "boundary": 64}}, 3)
+    assert (body["diptych"], body["max_tokens"]) == (
+        {"keep": {"threshold": 0.8, "boundary": 64, "rule": "ada"}},
+        3,
+    )
     with pytest.raises(ValueError, match="at most 1"):
         parse_threshold("2")
 

@@ -14,7 +14,7 @@ from starlette.types import Message
 from diptych.channel.hub import ChannelHub
 from diptych.errors import RequestError
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import ADA, FASTGEN, KEEP_ALL, ZAP, KeepSpec
 from diptych.messages import Offer, Output, Prefill, Pulled, Step
 from router.requests.relay import Relay
 from router.routing.kv_classes import ServedClasses
@@ -62,6 +62,9 @@ def resolve(rules: RequestRules, keep: Any = None, **fields: Any) -> ResolvedReq
         ({"threshold": 0.9, "boundary": 128}, KeepSpec(0.9, 128)),
         ({"threshold": 0.9, "boundary": 192}, KeepSpec(0.9, 192)),
         ({"threshold": 0.9, "boundary": 0}, KeepSpec(0.9)),
+        ({"threshold": 0.9, "rule": "fastgen"}, KeepSpec(0.9, rule=FASTGEN)),
+        ({"threshold": 0.9, "boundary": 64, "rule": "zap"}, KeepSpec(0.9, 64, ZAP)),
+        ({"threshold": 1, "rule": "ada"}, KEEP_ALL),
     ],
 )
 def test_a_request_says_what_it_keeps(rules: RequestRules, keep: Any, spec: KeepSpec) -> None:
@@ -89,6 +92,37 @@ def test_a_boundary_that_is_cut_or_beyond_the_prompt_is_a_400_that_names_both(
     failure = caught.value.failure
     assert (failure.status, failure.code, failure.param) == (400, "invalid_value", "diptych.keep.boundary")
     assert all(part in failure.message for part in named)
+
+
+@pytest.mark.parametrize("rule", ["h2o", "", "Ada", "zap@0123456789abcdef"])
+def test_an_unknown_rule_is_a_400_that_names_the_field_and_the_rules(rules: RequestRules, rule: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        resolve(rules, {"threshold": 0.9, "rule": rule})
+    failure = caught.value.failure
+    assert (failure.status, failure.code, failure.param) == (400, "invalid_value", "diptych.keep.rule")
+    assert all(name in failure.message for name in ("ada", "fastgen", "zap")), failure.message
+
+
+def test_a_rule_without_a_threshold_is_a_400_if_the_default_keeps_everything(rules: RequestRules) -> None:
+    with pytest.raises(RequestError, match="needs a threshold below 1; the default is 1") as caught:
+        resolve(rules, {"rule": "fastgen"})
+    assert caught.value.failure.param == "diptych.keep.rule"
+    assert resolve(replace(rules, keep_threshold=0.9), {"rule": "fastgen"}).keep.rule == FASTGEN
+
+
+def test_the_rule_is_zap_where_all_workers_have_its_weights(rules: RequestRules) -> None:
+    weights = "zap@0123456789abcdef"
+    plain, able = (ServedClasses([RAW], [], [RAW], RAW, some) for some in ((ADA, FASTGEN), (ADA, weights)))
+    default, asked = resolve(rules, 0.9), resolve(rules, {"threshold": 0.9, "rule": "zap"})
+    assert fit_kv_class(default, plain).keep.rule == ADA
+    assert fit_kv_class(default, able).keep.rule == fit_kv_class(asked, able).keep.rule == weights
+    assert fit_kv_class(resolve(rules, {"threshold": 0.9, "rule": "ada"}), able).keep.rule == ADA
+    with pytest.raises(RequestError) as caught:
+        fit_kv_class(asked, plain)
+    failure = caught.value.failure
+    assert (failure.status, failure.param) == (400, "diptych.keep.rule")
+    assert "diptych calibrate" in failure.message and "'ada' or 'fastgen'" in failure.message
+    assert fit_kv_class(asked, ServedClasses([], [])).keep.rule == ZAP, "no worker is up yet"
 
 
 def test_the_shortest_prompt_of_a_request_bounds_its_boundary(rules: RequestRules) -> None:
@@ -218,7 +252,7 @@ def answer(
             "r", ask, rules.tokenizer, backend, metrics, 1 << 20, memory, outcomes,
             arrived_s=now_s, deadline_s=now_s + 60.0,
         )  # fmt: skip
-        head = ResponseHead("r", 0, "toy", "fp_0", keep=ask.keep.threshold)
+        head = ResponseHead("r", 0, "toy", "fp_0", keep=ask.keep.threshold, keep_rule=ask.keep.rule)
         view = CompletionFormat(head, ask, LogprobJson(rules.tokenizer))
         respond = GenerationResponse(generation, view, set(), stall_s=1.0)
 
@@ -250,7 +284,7 @@ def answer(
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_tells_what_was_kept_at_the_last_decision(rules: RequestRules, stream: bool) -> None:
     events, found = answer(rules, stream, reports=True)
-    assert {event["system_fingerprint"] for event in events} == {"fp_0.keep0.95"}
+    assert {event["system_fingerprint"] for event in events} == {"fp_0.keep0.95.ada"}
     assert events[-1]["usage"]["diptych"] == {
         "kv_class": RAW,
         "kv_bytes_per_token": 64,
@@ -259,6 +293,7 @@ def test_an_answer_tells_what_was_kept_at_the_last_decision(rules: RequestRules,
         "keep": {
             "threshold": 0.95,
             "boundary": 64,
+            "rule": "ada",
             "kept_rows": 40,
             "all_rows": 120,
             "freed_bytes": 8192,

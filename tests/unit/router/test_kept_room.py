@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import ADA, FASTGEN, KeepSpec
 from diptych.messages import Failed, Generate, Offer, Output, Prefill, Step
 from router.effects import RelayEffect, RequestArrived
 from router.routing.eviction_estimate import (
@@ -79,14 +79,17 @@ def test_what_a_report_says_is_held() -> None:
     assert held_tokens(KeptReport(0, 0, {}), 0) == 0
 
 
-def test_a_share_is_1_until_it_is_measured_for_its_class_and_threshold() -> None:
+def test_a_share_is_1_until_it_is_measured_for_its_class_threshold_and_rule() -> None:
     shares = KeptShares()
     for _ in range(20):
-        shares.record_share("raw", 0.95, report(0.25))
-    assert 0.25 < shares.expected_share("raw", 0.95) < 0.27
-    assert shares.expected_share("raw", 0.9) == shares.expected_share("tq4.s0", 0.95) == 1.0
-    shares.record_share("raw", 0.9, KeptReport(0, 0, {}))
-    assert [key for key, _ in shares.latest] == [("raw", 0.95)], "a report of no rows says nothing"
+        shares.record_share("raw", KeepSpec(0.95), report(0.25))
+    assert 0.25 < shares.expected_share("raw", KeepSpec(0.95)) < 0.27
+    assert (
+        shares.expected_share("raw", KeepSpec(0.9)) == shares.expected_share("tq4.s0", KeepSpec(0.95)) == 1.0
+    )
+    assert shares.expected_share("raw", KeepSpec(0.95, rule=FASTGEN)) == 1.0
+    shares.record_share("raw", KeepSpec(0.9), KeptReport(0, 0, {}))
+    assert [key for key, _ in shares.latest] == [("raw", 0.95, ADA)], "a report of no rows says nothing"
 
 
 def test_thresholds_of_clients_do_not_fill_memory_or_the_status() -> None:
@@ -94,19 +97,21 @@ def test_thresholds_of_clients_do_not_fill_memory_or_the_status() -> None:
     shares = KeptShares()
     for number in range(1, 2001):
         for kv_class in ("raw", "tq4.s0", "tq3.s0"):
-            shares.record_share(kv_class, number / 2000, report(0.25))
+            shares.record_share(kv_class, KeepSpec(number / 2000), report(0.25))
     assert len(shares.latest) == MAX_SHOWN_SHARES
     assert len({key for key, _ in shares.latest}) == MAX_SHOWN_SHARES
-    assert ("raw", 1.0) in dict(shares.latest) and ("raw", 0.5) not in dict(shares.latest)
+    assert ("raw", 1.0, ADA) in dict(shares.latest) and ("raw", 0.5, ADA) not in dict(shares.latest)
     kept = sum(
-        shares.expected_share(kv_class, number / 2000) < 1
+        shares.expected_share(kv_class, KeepSpec(number / 2000)) < 1
         for kv_class in ("raw", "tq4.s0", "tq3.s0")
-        for number in range(0, 2001, 20)
+        for number in range(20, 2001, 20)
     )
     assert 0 < kept <= MAX_SHARES
-    shares.record_share("raw", 0.95, report(0.25))
-    assert shares.expected_share("raw", 0.9501) == shares.expected_share("raw", 0.9499) < 1
-    assert ("raw", 0.95) in dict(shares.latest), "measured last"
+    shares.record_share("raw", KeepSpec(0.95), report(0.25))
+    assert (
+        shares.expected_share("raw", KeepSpec(0.9501)) == shares.expected_share("raw", KeepSpec(0.9499)) < 1
+    )
+    assert ("raw", 0.95, ADA) in dict(shares.latest), "measured last"
 
 
 def test_a_request_counts_with_all_tokens_then_with_what_its_heads_kept() -> None:
@@ -170,9 +175,9 @@ def test_it_is_never_less_than_the_offer_or_the_latest_decision_holds() -> None:
 
 def test_a_worker_that_prefills_and_decodes_has_the_whole_prompt_before_it_has_a_part() -> None:
     world = linked_deployment("decode-0", split=False, slabs=20)
-    world.relay.pairs.kept_shares.record_share("raw", 0.95, report(0.0))
+    world.relay.pairs.kept_shares.record_share("raw", KeepSpec(0.95), report(0.0))
     for _ in range(30):
-        world.relay.pairs.kept_shares.record_share("raw", 0.95, report(0.0))
+        world.relay.pairs.kept_shares.record_share("raw", KeepSpec(0.95), report(0.0))
     ask(world, "a")
     assert world.relay.live["a"].room_tokens <= 5 * 64 and room(world, "decode-0") == 10 + 2
     assert not messages_to(ask(world, "b"), "decode-0"), "20 slabs do not hold two prompts of 12"

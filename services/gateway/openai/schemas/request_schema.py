@@ -105,15 +105,17 @@ KeepThreshold = Annotated[float, Meta(gt=0, le=1)]
 
 
 class KeepOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much attention each head keeps at least, and how many tokens at the beginning always stay."""
+    """How much attention is kept at least, by which rule, and how many tokens at the beginning always stay."""
 
     threshold: KeepThreshold | None = None
     boundary: Count | None = None
+    rule: Annotated[str, Meta(examples=["ada", "fastgen", "zap"])] | None = None
 
 
 class DiptychOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that only this server has. `kv` is a KV class by its codec's name or its whole id, or "auto"; `keep` says
-    how much of its KV the request keeps (`diptych.eviction_spec.KeepSpec`), by a threshold alone or with a boundary.
+    how much of its KV the request keeps (`diptych.eviction_spec.KeepSpec`), by a threshold alone, or with a rule and a
+    boundary.
     """
 
     kv: Annotated[str, Meta(min_length=1, max_length=80)] | None = None

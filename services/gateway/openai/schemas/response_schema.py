@@ -54,6 +54,7 @@ class KeepDetails(msgspec.Struct, frozen=True):
 
     threshold: float
     boundary: int
+    rule: str
     kept_rows: int
     all_rows: int
     freed_bytes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import FASTGEN, KeepSpec
 from kvcache.eviction.kept_rows import KeptRows
 from kvcache.eviction.policies import FULL, KeepRule
 from tests.engine.cpu.eviction.evicted_runs import (
@@ -15,7 +15,7 @@ from tests.engine.cpu.eviction.evicted_runs import (
 from tests.engine.cpu.spread_model import SpreadModel
 
 PROMPT, ANSWER, SLABS = 330, 140, 40
-SPEC = KeepSpec(0.9, 64)
+SPEC = KeepSpec(0.9, 64, FASTGEN)
 TOKENS = source_tokens(PROMPT + ANSWER)
 COUNTS = [300, 30, 64, 64, 8]
 

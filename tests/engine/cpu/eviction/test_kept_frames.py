@@ -139,7 +139,7 @@ def test_outliers_beyond_those_of_the_bag_are_not_read() -> None:
     layer, head = next(
         (layer, head)
         for layer, head in np.ndindex(bag.counts.shape)
-        if len(source.read_rows(layer, head, np.arange(int(bag.counts[layer, head]))).outliers)
+        if len(source.read_codes(layer, head, np.arange(int(bag.counts[layer, head]))).outliers)
     )
     slab, place = divmod(int(bag.frames[layer, head]), frames_per_slab(bench.layout))
     end = (place + 1) * frame_bytes(bench.layout)
@@ -147,7 +147,7 @@ def test_outliers_beyond_those_of_the_bag_are_not_read() -> None:
         bench.memory[bag.slabs[slab], end - 4 : end] = np.frombuffer(np.uint32(begin).tobytes(), np.uint8)
         assert np.isfinite(bench.pages.expand_kept(layer, head, bag, 1)).all()
         with pytest.raises(ValueError, match="outliers up to number"):
-            source.read_rows(layer, head, np.arange(1))
+            source.read_codes(layer, head, np.arange(1))
 
 
 @pytest.mark.parametrize("window", [0, 90])

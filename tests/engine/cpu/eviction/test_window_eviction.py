@@ -13,6 +13,7 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.eviction.kept_rows import KeptRows, count_frames
+from kvcache.eviction.policies import FULL
 from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import SETUP, EvictedRun
 from tests.support.factories import make_oracle, save_model
@@ -85,7 +86,8 @@ def test_a_map_is_loaded_only_with_the_rows_that_layers_see(folder: Path) -> Non
     evicted.runner.load_kept("b", 64, kept.length, bag)
     heads = [kept.head_positions(layer, head) for layer, head in np.ndindex(kept.counts.shape)]
     heads[-1] = heads[-1][1:]
-    lacking = KeptRows.from_heads(kept.layout, 64, kept.length, kept.policies, heads)
+    full = np.full_like(kept.policies, FULL)
+    lacking = KeptRows.from_heads(kept.layout, 64, kept.length, full, heads)
     data = lacking.encode()
     evicted.pool.slab_bytes(bag[0])[: len(data)] = memoryview(data)
     with pytest.raises(ValueError, match="has not the rows that its layer sees"):

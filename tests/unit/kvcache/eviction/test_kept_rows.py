@@ -22,7 +22,7 @@ from kvcache.eviction.kept_rows import (
     most_bag_slabs,
     most_extra_slabs,
 )
-from kvcache.eviction.policies import FULL, KeepRule, kept_mask
+from kvcache.eviction.policies import FULL, LAST_POLICY, KeepRule, kept_mask
 from kvcache.layout import KvLayout
 
 EMBEDDED = KvLayout(layers=6, kv_heads=4, head_dim=32, dtype="float32")
@@ -166,7 +166,7 @@ def test_a_hostile_map_is_refused(kept: KeptRows) -> None:
         "shorter": changed(16, "<I", 1199),
         "outliers of a codec without": changed(24, "<I", 1),
         "more rows": changed(20, "<I", kept.num_rows + 1),
-        "no such policy": changed(heads, "<B", 5),
+        "no such policy": changed(heads, "<B", LAST_POLICY + 1),
         "a full head that lacks rows": changed(heads + 5, "<B", FULL),
         "a count too high": changed(counts + 4, "<I", int(kept.counts[0, 1]) + 1),
         "a count of 4 billion": changed(counts + 4, "<I", 2**32 - 1),

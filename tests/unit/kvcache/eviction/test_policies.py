@@ -109,27 +109,23 @@ def test_heads_that_are_made_for_a_policy_get_it(n: int) -> None:
     assert rule.policy_names == ("special", "+punct", "+frequent", "+local", "full")
 
 
-def test_the_default_order_asks_for_frequent_tokens_first() -> None:
+def test_the_default_order_is_the_papers_and_another_one_asks_for_frequent_tokens_first() -> None:
     kinds, heads = constructed_heads(200)
-    rule = KeepRule()
-    assert rule == KeepRule(FREQUENT_FIRST_ORDER)
+    assert KeepRule() == KeepRule(PAPER_ORDER)
+    rule = KeepRule(FREQUENT_FIRST_ORDER)
     found = {name: profile_of(target, kinds, rule).policy for name, target in heads.items()}
     assert found == {"sink": 0, "punctuation": 1, "5 columns": 1, "window": 2, "uniform": FULL}
-    positions = np.arange(200)
-    many = np.where(positions % 10, PUNCT_KIND, 0).astype(np.uint8)
-    target = np.broadcast_to((many > 0).astype(float), (PROFILE_ROWS, 200))
-    assert profile_of(target, many, rule).policy == 3
     assert rule.policy_names == ("special", "+frequent", "+local", "+punct", "full")
 
 
-def test_one_row_that_looks_elsewhere_is_not_hidden_by_the_others() -> None:
-    """All rows but one look at the first tokens, and it at nothing that is cheap to keep: the mean would hide it."""
+def test_the_mean_over_rows_decides() -> None:
+    """All rows but some look at the first tokens, and these at nothing that is cheap to keep."""
     kinds, heads = constructed_heads(200)
     target = np.repeat(heads["sink"][:1], PROFILE_ROWS, axis=0)
-    assert profile_of(target, kinds, KeepRule()).policy == 0
     target[17] = heads["uniform"][0]
-    profile = profile_of(target, kinds, KeepRule())
-    assert profile.policy == FULL and (profile.masses < 0.95).all()
+    assert profile_of(target, kinds, KeepRule()).policy == 0
+    target[17:25] = heads["uniform"][0]
+    assert profile_of(target, kinds, KeepRule()).policy > 0
 
 
 def test_equal_masses_take_the_cheaper_policy_and_one_keeps_everything() -> None:
@@ -157,17 +153,6 @@ def test_a_lower_threshold_never_keeps_more() -> None:
                 kept = kept_mask(one.policy, kinds, np.arange(n), one.scores, n, n, 0, rule)
                 assert not (kept & ~before).any() and (threshold < 1 or kept.all())
                 before = kept
-
-
-def test_only_the_last_rows_are_profiled() -> None:
-    rng = np.random.default_rng(3)
-    queries, keys, kinds = (
-        rng.standard_normal((90, 2, 8)),
-        rng.standard_normal((90, 8)),
-        np.zeros(90, np.uint8),
-    )
-    some, others = (profile_head(q, keys, kinds, KeepSpec(0.9), KeepRule()) for q in (queries, queries[-64:]))
-    assert np.array_equal(some.scores, others.scores) and np.array_equal(some.masses, others.masses)
 
 
 def test_frequent_tokens_are_picked_by_score_then_place() -> None:
@@ -200,7 +185,7 @@ def test_a_late_boundary_leaves_tokens_to_drop() -> None:
     kinds, positions, scores = np.zeros(n, np.uint8), np.arange(n), rng.random(n)
     for boundary in (64, 384, 640, 704, 896, 960):
         behind = n - boundary
-        for policy, expected in ((1, behind * 3 // 10), (2, 2 * (behind * 3 // 10))):
+        for policy, expected in ((2, behind * 3 // 10), (3, 2 * (behind * 3 // 10))):
             kept = kept_mask(policy, kinds, positions, scores, n, n, boundary, KeepRule())
             assert kept[:boundary].all() and kept[boundary:].sum() == expected
 

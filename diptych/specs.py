@@ -211,6 +211,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     recovery_s: float = 15.0
     # When decode workers prefill: "never", or as a "fallback" while no prefill worker can.
     local_prefill: str = "fallback"
+    # Whether prompts begin before their decode room is free, if it is predicted to be: "off" or "auto".
+    decode_overdraft: str = "off"
     # By how many percent perplexity may grow with a KV class that the router chooses by itself.
     kv_quality_budget: float = DEFAULT_KV_BUDGET_PCT
     # The threshold of eviction (`diptych.eviction_spec.KeepSpec`) of requests that give none.

@@ -230,6 +230,17 @@ class PrefilledLocally:
 
 
 @dataclass(frozen=True, slots=True)
+class OverdraftSettled:
+    """A request began before its decode room was free, and now its KV is complete.
+
+    `in_time`: there is room by now; else the KV waits at its prefill worker.
+    """
+
+    request: str
+    in_time: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RequestQuarantined:
     """The request is considered the cause of worker crashes and refused; `FailRequest` follows."""
 
@@ -283,6 +294,7 @@ TelemetryEffect = (
     | KvMoved
     | AttemptRetried
     | PrefilledLocally
+    | OverdraftSettled
     | RequestQuarantined
 )
 RelayEffect = FleetChange | DeliverTokens | FinishRequest | FailRequest | RequestCancelled | TelemetryEffect

@@ -170,6 +170,12 @@ def _check_pools(loaded: LoadedConfig) -> None:
             f"colocated is {config.colocated} ({origins['colocated']}), {split[0]} is set ({origins[split[0]]})",
             "--decode-tp and --decode-pp split colocated workers",
         )
+    if config.colocated and "decode_overdraft" in origins:
+        raise ConfigError(
+            f"{loaded.origin_of('decode_overdraft')} has no effect",
+            "a colocated worker has the room of a prompt before it computes it",
+            "leave it out, or start --prefill 1 --decode 1",
+        )
     if config.bulk:
         return _check_bulk(loaded)
     if given := [name for name in BULK_SETTINGS if name in origins]:
@@ -191,7 +197,8 @@ def _check_pools(loaded: LoadedConfig) -> None:
 # Settings that a deployment without decode workers has no use for.
 NOT_FOR_POOLING = (
     "decode_tp", "decode_pp", "decode_resources", "plan", "replan", "replan_mode", "slo_tpot_ms", "kv_lease_s",
-    "pipelined_transfer", "local_prefill", "kv_keep", "tool_call_parser", "reasoning_parser", "generation_config",
+    "pipelined_transfer", "local_prefill", "decode_overdraft", "kv_keep", "tool_call_parser", "reasoning_parser",
+    "generation_config",
 )  # fmt: skip
 
 
@@ -215,7 +222,7 @@ NOT_FOR_BULK = (
     "kv_cache_codec", "kv_cache_memory_bytes", "kv_keep", "swap_space", "step_log", "slo_ttft_ms", "slo_tpot_ms",
     "kv_host_bytes", "kv_disk_bytes", "kv_disk_folder",
     "kv_quality_budget", "max_num_seqs", "max_num_batched_tokens", "dtype", "transports", "enable_prefix_caching",
-    "enable_chunked_prefill", "kv_lease_s", "pipelined_transfer", "local_prefill", "replan_mode",
+    "enable_chunked_prefill", "kv_lease_s", "pipelined_transfer", "local_prefill", "decode_overdraft", "replan_mode",
 )  # fmt: skip
 
 

@@ -39,14 +39,13 @@ from diptych.config.values import (
 from diptych.logs.log_format import LOG_FORMATS
 from diptych.specs import DEFAULT_UTILIZATION, EMULATED, ENGINES
 
-ALL_COMMANDS = ("serve", "worker", "gateway")
+ALL_COMMANDS, PART_COMMANDS = ("serve", "worker", "gateway"), ("worker", "gateway")
 MODEL, POOLS, ENGINE, HTTP = "Model", "Pools", "Engine and KV cache", "HTTP"
-REPLAN = "Replanning"
-SLO_LIMITS, SINGLE_PART, PROCESS = "SLOs and limits", "One part alone", "Process"
+REPLAN, SLO_LIMITS, SINGLE_PART, PROCESS = "Replanning", "SLOs and limits", "One part alone", "Process"
 DTYPES = ("float32", "float16", "bfloat16")
 
 WORKER_COMMANDS, GATEWAY_COMMANDS = ("serve", "worker"), ("serve", "gateway")
-PART_COMMANDS = ("worker", "gateway")
+RARE_LIMIT = Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
 TIER = Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)
 
 Count = Annotated[int, whole_number()]
@@ -340,22 +339,25 @@ class Config(BaseSettings):
     slo_target: Annotated[
         Annotated[float, share()] | None, Listing(SLO_LIMITS, GATEWAY_COMMANDS, shown="0.9", rare=True)
     ] = Field(default=None, description="Share of requests that shall meet each SLO")
-    request_timeout_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+    request_timeout_s: Annotated[DurationS, RARE_LIMIT] = Field(
         default=600.0, description="Longest time from a request's arrival to its end"
     )
-    max_queue_wait_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+    max_queue_wait_s: Annotated[DurationS, RARE_LIMIT] = Field(
         default=30.0, description="Refuse (429) what would wait longer"
     )
-    unknown_fields: Annotated[
-        str, one_of("refuse", "ignore"), Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
-    ] = Field(default="refuse", description="What becomes of fields of requests that are not known")
-    recovery_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+    unknown_fields: Annotated[str, one_of("refuse", "ignore"), RARE_LIMIT] = Field(
+        default="refuse", description="What becomes of fields of requests that are not known"
+    )
+    recovery_s: Annotated[DurationS, RARE_LIMIT] = Field(
         default=15.0, description="How long requests wait for lost workers"
     )
-    local_prefill: Annotated[
-        str, one_of("never", "fallback", "auto"), Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
-    ] = Field(default="fallback", description="Decode workers prefill: if no other can, or if better")
-    reader_stall_s: Annotated[DurationS, Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)] = Field(
+    local_prefill: Annotated[str, one_of("never", "fallback", "auto"), RARE_LIMIT] = Field(
+        default="fallback", description="Decode workers prefill: if no other can, or if better"
+    )
+    decode_overdraft: Annotated[str, one_of("off", "auto"), RARE_LIMIT] = Field(
+        default="off", description="Compute prompts whose decode room is about to be free"
+    )
+    reader_stall_s: Annotated[DurationS, RARE_LIMIT] = Field(
         default=30.0, description="Cut off clients that receive too little for this long"
     )
     drain_s: Annotated[DurationS, Listing(SLO_LIMITS, ALL_COMMANDS, rare=True)] = Field(

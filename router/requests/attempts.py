@@ -64,11 +64,13 @@ class Attempts:
         self.pairs, self.grace, self.quarantine = pairs, grace, quarantine
         self.admission, self.pipelined = admission, pipelined
         self.capabilities = pairs.capabilities
-        self.live: dict[str, RequestState] = {}
+        self.live = pairs.live
         self.ended: OrderedDict[str, None] = OrderedDict()
         self.queue, self.handoff_cost = RequestQueue(), HandoffCost()
         self.effects: list[RelayEffect] = []
         self.may_start = False
+        # Whether a queued request waits for room that an answer's next token may make it expect.
+        self.waits_for_answers = False
         # Requests that were queued since the last `take_effects`.
         self._newly_queued: list[str] = []
 
@@ -116,6 +118,7 @@ class Attempts:
         everywhere = self.capabilities.find_pairs()
         found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
         everyone, closed = self.pairs.all_uses(everywhere, self.queue.has_pooled), set[tuple[str, str]]()
+        self.waits_for_answers = False
         for state in self.queue.in_order():
             if self.expire_request(state, now_s):
                 continue
@@ -126,22 +129,31 @@ class Attempts:
                 state, found[kind], self.quarantine, closed, now_s, self.queue.is_underserved(state)
             )
             if picked is not None:
-                self.begin_attempt(state, picked.pair, now_s, picked.decision)
-            elif everyone <= closed:
+                self.begin_attempt(state, picked.pair, now_s, picked.decision, picked.overdrawn)
+                continue
+            self.waits_for_answers = self.pairs.overdraft
+            if everyone <= closed:
                 return
 
     def begin_attempt(
-        self, state: RequestState, pair: ChosenPair, now_s: float, decision: ClassDecision | None = None
+        self,
+        state: RequestState,
+        pair: ChosenPair,
+        now_s: float,
+        decision: ClassDecision | None = None,
+        overdrawn: bool = False,
     ) -> None:
         """Begin an attempt on the chosen workers: send the order and count the request as their load.
 
         `decision` is the KV class that was chosen with them; None: the first one that the request may have.
+        `overdrawn`: its decode worker has no room for it yet.
         """
         request, first = state.request, pair.prefill or pair.decode
         self.admission.mark_begun(request.id)
         version = self.pairs.version_of(pair, state, None if decision is None else decision.kv_class)
         reason = state.kv_reason if decision is None else decision.reason
         state.begin_attempt(pair, version, reason, self.pairs.traits_of(pair))
+        state.overdrawn = overdrawn
         state.staged = self._worth_staging(state, pair, version.kv_class, reason)
         if state.first_queued_s is None:
             state.first_queued_s = now_s
@@ -190,6 +202,8 @@ class Attempts:
     def enter_stage(self, state: RequestState, stage: RequestStage, now_s: float) -> None:
         """Move the request to `stage`, and report it as an effect."""
         state.request.enter_stage(stage, now_s)
+        if stage is RequestStage.DECODING:
+            state.tokens_before_decode = len(state.request.output)
         self.effects.append(StageEntered(state.request.id, stage))
 
     def fail_request(self, state: RequestState, failure: RequestFailure, now_s: float) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from diptych.chunks import RAW_CLASS
 from diptych.messages import Fetch, Offer, Pulled, Release, Staged, Staging
 from diptych.request import RequestStage
-from router.effects import ChosenPair, KvMoved
+from router.effects import ChosenPair, KvMoved, OverdraftSettled
 from router.requests.attempts import Attempts
 from router.requests.failure_policy import INTERNAL_ERROR, NO_WORKERS
 from router.requests.request_state import RequestState
@@ -82,6 +82,16 @@ class HandoffSteps:
             self.attempts.admit_to_decode(state, decode, now_s)
         self.attempts.enter_stage(state, RequestStage.TRANSFERRING, now_s)
         self.attempts.book_load(state)
+        if state.overdrawn:
+            self._settle_overdraft(state)
+
+    def _settle_overdraft(self, state: RequestState) -> None:
+        """The KV of an overdrawn request is complete: is there room for it, or does it wait at its prefill worker?"""
+        in_time = self.pairs.settle_overdraft(state)
+        self.attempts.effects.append(OverdraftSettled(state.request.id, in_time))
+        if in_time:
+            state.overdrawn = False
+            self.attempts.book_load(state)
 
     def on_pulled(self, state: RequestState, worker: str, pulled: Pulled, now_s: float) -> None:
         """The KV has reached the decode worker: release it at its source, and record the transfer."""
@@ -91,6 +101,7 @@ class HandoffSteps:
             return
         self.attempts.send_message(source, Release(request.id, request.epoch))
         state.holders.discard(source)
+        state.overdrawn = False
         self.attempts.enter_stage(state, RequestStage.DECODING, now_s)
         self.attempts.book_load(state)
         seconds = pulled.seconds

@@ -7,9 +7,12 @@ quarantine says whether this request may use it, and the predicted wait says whi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise, takewhile
+from operator import attrgetter, eq
 from typing import NamedTuple
 
-from diptych.chunks import AUTO_CLASS
+from diptych.chunks import AUTO_CLASS, CHUNK_TOKENS
 from diptych.request import RequestStage
 from router.effects import ChosenPair
 from router.requests.quarantine import CrashQuarantine
@@ -17,7 +20,7 @@ from router.requests.request_state import RequestState
 from router.routing.auto_class import AutoClasses, WorkerPaces
 from router.routing.capabilities import FleetCapabilities
 from router.routing.class_choice import ClassDecision
-from router.routing.credits import pairs_with_credit
+from router.routing.credits import missing_room, pairs_with_credit, pairs_with_overdraft
 from router.routing.eviction_estimate import KeptShares
 from router.routing.fleet import Fleet
 from router.routing.kv_classes import (
@@ -28,6 +31,7 @@ from router.routing.kv_classes import (
     pool_size,
 )
 from router.routing.load_ledger import LoadLedger
+from router.routing.overdraft import AnswerEnds, OverdraftPatience, RunningAnswer
 from router.routing.policy import (
     ANY_POOLED,
     AnswerLengths,
@@ -50,10 +54,11 @@ POOLED_USE = "pooled/"
 
 
 class PickedPair(NamedTuple):
-    """The workers for an attempt, and the KV class that it has there."""
+    """The workers for an attempt, and the KV class that it has there. `overdrawn`: its decode room is not free yet."""
 
     pair: ChosenPair
     decision: ClassDecision
+    overdrawn: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +67,8 @@ class PairSelector:
 
     `split`: the deployment has prefill workers. `allow_local_prefill`: decode workers may prefill while no prefill
     worker can. `auto_local_prefill`: decode workers may also prefill whenever that is predicted to be better, as long
-    as their steps stay within `tpot_s` seconds.
+    as their steps stay within `tpot_s` seconds. `overdraft`: prompts may begin before their decode room is free, if it
+    is predicted to be.
     """
 
     fleet: Fleet
@@ -72,6 +78,11 @@ class PairSelector:
     auto_local_prefill: bool = False
     tpot_s: float | None = None
     only_pools: bool = False
+    overdraft: bool = False
+    # All requests that have not ended, by name.
+    live: dict[str, RequestState] = field(default_factory=dict)
+    ends: AnswerEnds = field(default_factory=AnswerEnds)
+    patience: OverdraftPatience = field(default_factory=OverdraftPatience)
     ledger: LoadLedger = field(default_factory=LoadLedger)
     answers: AnswerLengths = field(default_factory=AnswerLengths)
     bulk_answers: AnswerLengths = field(default_factory=AnswerLengths)
@@ -139,11 +150,11 @@ class PairSelector:
             for decision, pairs in groups.items():
                 exact = need if decision.kv_class is None else replace(need, kv_class=decision.kv_class)
                 uses.update(self._use(worker, exact) for worker in self._workers_of(pairs))
-                if (ranked := self._pick_with_room(exact, pairs, closed)) is not None:
+                if (ranked := self._pick_with_room(exact, pairs, closed, now_s)) is not None:
                     ranked_pairs.append((ranked, decision))
             if ranked_pairs:
                 ranked, decision = min(ranked_pairs)
-                return PickedPair(ranked.pair, decision)
+                return PickedPair(ranked.pair, decision, ranked.overdrawn)
         closed |= uses
         return None
 
@@ -191,7 +202,7 @@ class PairSelector:
         return asks_none or need.kv_class == AUTO_CLASS
 
     def _pick_with_room(
-        self, need: RoutingNeed, allowed: list[Pair], closed: set[tuple[str, str]]
+        self, need: RoutingNeed, allowed: list[Pair], closed: set[tuple[str, str]], now_s: float
     ) -> RankedPair | None:
         """As `pick_pair`, among pairs that `need` may use, all with the same KV class of it."""
         unavailable = set(self.fleet.quiet)
@@ -202,7 +213,64 @@ class PairSelector:
         free = (
             [pair for pair in allowed if not unavailable & workers_of_pair(pair)] if unavailable else allowed
         )
-        return choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
+        ranked = choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
+        if ranked is not None or not self.overdraft or need.bulk or need.pools:
+            return ranked
+        early = pairs_with_overdraft(
+            free,
+            need,
+            self.view,
+            partial(self._running_answers, need, now_s),
+            self.ends,
+            self.patience.share,
+        )
+        ranked = choose_pair(need, self.view, early)
+        return None if ranked is None else ranked._replace(overdrawn=True)
+
+    def _running_answers(self, need: RoutingNeed, now_s: float, worker: str) -> list[RunningAnswer]:
+        """What decodes at a worker in the pool of `need`, and is not preempted for it.
+
+        Chunks of a prompt that others there have as well are not freed by its end.
+        """
+        kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
+        states = [
+            state
+            for name in self.ledger.requests_at(worker)
+            if (state := self.live[name]).request.tenancy.priority <= need.priority
+            and (state.attempt_version is None or state.attempt_version.kv_class == kv_class)
+        ]
+        # The longest prefix that is shared with any other is shared with a neighbour in this order.
+        shared = dict.fromkeys((state.request.id for state in states), 0)
+        for one, two in pairwise(sorted(states, key=attrgetter("chunks"))):
+            same = sum(1 for _ in takewhile(bool, map(eq, one.chunks, two.chunks))) * CHUNK_TOKENS
+            shared[one.request.id], shared[two.request.id] = max(shared[one.request.id], same), same
+        return [
+            state.running_answer(shared[state.request.id], now_s)
+            for state in states
+            if state.request.stage is RequestStage.DECODING
+        ]
+
+    @property
+    def num_overdrawn(self) -> int:
+        """The requests whose attempt began before their decode room was free, and that still have none."""
+        return sum(state.overdrawn for state in self.live.values())
+
+    def settle_overdraft(self, state: RequestState) -> bool:
+        """The KV of an overdrawn request is complete; returns whether its decode worker has room for it now.
+
+        It need not have room for those that were overdrawn later.
+        """
+        assert state.pair is not None, "it has an attempt"
+        worker, queued = state.pair.decode, RequestStage.QUEUED
+        later = [
+            one.shares[worker].room_tokens
+            for name in self.ledger.requests_at(worker)
+            if (one := self.live[name]).overdrawn
+            and one.request.entered_s[queued] > state.request.entered_s[queued]
+        ]
+        in_time = missing_room(worker, state.attempt_need, self.view, 0) <= sum(later)
+        self.patience.record_outcome(in_time)
+        return in_time
 
     def _workers_of(self, found: list[Pair]) -> set[str]:
         return set[str]().union(*map(workers_of_pair, found))
@@ -313,6 +381,7 @@ class PairSelector:
         if state.bulk:
             return self.bulk_answers.record_length(len(request.output))
         self.answers.record_length(len(request.output))
+        self.ends.record_answer(len(request.output), request.sampling.max_tokens)
         if request.stage is RequestStage.DECODING and pair is not None and not request.keep.evicts:
             # The last token has no KV.
             text = request.prompt, request.output[:-1]

@@ -105,6 +105,7 @@ class Relay:
         local_prefill: str = "fallback",
         tpot_s: float | None = None,
         kv_budget_pct: float = DEFAULT_KV_BUDGET_PCT,
+        overdraft: bool = False,
     ) -> None:
         """`split`: the deployment has prefill workers; `only_pools`: it has no others. `pipelined`: KV may
         be pulled while it is computed.
@@ -112,13 +113,14 @@ class Relay:
         Without `index` no worker is assumed to have cached prefixes. `local_prefill` says when decode workers may
         prefill: "never", as a "fallback" while no prefill worker can, or "auto": whenever it is predicted to be better
         and their steps stay within `tpot_s`. `lease_s` is the length of KV leases; `recovery_s` is how long requests
-        wait for lost workers. `kv_budget_pct` is that of `AutoClasses`.
+        wait for lost workers. `kv_budget_pct` is that of `AutoClasses`. `overdraft`: prompts may begin before their
+        decode room is free, if it is predicted to be when they are computed.
         """
         self.fleet, self.admission = fleet or Fleet(), admission or Admission()
         self.index = PrefixIndex(0) if index is None else index
         self.split = split
         local, auto = split and local_prefill != "never", split and local_prefill == "auto"
-        self.pairs = PairSelector(self.fleet, self.index, split, local, auto, tpot_s, only_pools)
+        self.pairs = PairSelector(self.fleet, self.index, split, local, auto, tpot_s, only_pools, overdraft)
         self.pairs.auto.budget_pct = kv_budget_pct
         self.capabilities = self.pairs.capabilities
         self.grace = WorkerGrace(recovery_s, self.capabilities)
@@ -262,6 +264,7 @@ class Relay:
         parts: Iterable[Output | Staged | Offer | Pulled | Failed] = (
             message.outputs if isinstance(message, Step) else (message,)
         )
+        self.attempts.may_start |= self.attempts.waits_for_answers and isinstance(message, Step)
         for part in parts:
             state = self.live.get(part.request)
             if state is None or part.epoch != state.request.epoch or worker not in state.holders:

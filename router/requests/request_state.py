@@ -24,6 +24,7 @@ from router.routing.credits import (
 from router.routing.eviction_estimate import KeptShares, held_tokens, kept_room_tokens, kept_tokens
 from router.routing.kv_classes import AnswerVersion
 from router.routing.load_ledger import WorkerLoad
+from router.routing.overdraft import RunningAnswer
 from router.routing.policy import RoutingNeed
 from router.routing.prefix_index import ChunkNames
 
@@ -96,7 +97,8 @@ class RequestState:
     chosen.
 
     `deferred`: the decode worker of the running attempt draws the first token. `continuable`: other workers can
-    continue what the attempt delivers.
+    continue what the attempt delivers. `overdrawn`: the running attempt began before its decode worker had room, which
+    it does not have yet.
     """
 
     request: Request
@@ -125,6 +127,9 @@ class RequestState:
     staged: bool = False
     deferred: bool = False
     continuable: bool = True
+    overdrawn: bool = False
+    # Tokens of the answer when the running attempt began to decode.
+    tokens_before_decode: int = 0
     # Of a deferred attempt: the last Output of its prefill worker, and the durations until it came. Both are reported
     # with the first token.
     prefilled: Output | None = None
@@ -296,9 +301,28 @@ class RequestState:
             moving = min(moving, round_up_to_chunks(self.handed_tokens))
         moving = max(0, moving - self.shared_tokens)
         return {
-            pair.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving),
+            pair.prefill: WorkerLoad(
+                unprefilled,
+                1,
+                self.prefill_kv_tokens,
+                credit,
+                moving,
+                self.prefill_kv_tokens if self.overdrawn else 0,
+            ),
             pair.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
         }
+
+    def running_answer(self, shared_tokens: int, now_s: float) -> RunningAnswer:
+        """What is known of its end, while it decodes. `shared_tokens` of its prompt stay when it ends."""
+        request = self.request
+        decoded = len(request.output) - self.tokens_before_decode
+        return RunningAnswer(
+            max(0, self.room_tokens - max(self.shared_tokens, shared_tokens)),
+            len(request.output),
+            request.sampling.max_tokens,
+            decoded,
+            now_s - request.entered_s[RequestStage.DECODING] if decoded else 0.0,
+        )
 
     def begin_attempt(
         self, pair: ChosenPair, version: AnswerVersion, reason: str, traits: Collection[str]
@@ -311,7 +335,7 @@ class RequestState:
         self.pair, self.attempt_version, self.staged = pair, version, False
         self.continuable = can_continue(self.request.sampling, traits)
         self.deferred = pair.prefill is not None and not self.continuable and self.decodes
-        self.target, self.ticket, self.contacted_lives = None, b"", set()
+        self.target, self.ticket, self.contacted_lives, self.overdrawn = None, b"", set(), False
         self.prefilled, self.prefill_seconds = None, {}
         self.prefill_kv_tokens = prefill_room_tokens(self.need)
 
@@ -354,6 +378,7 @@ class RequestState:
         self.release_class()
         self.request.epoch += 1
         self.pair = self.target = None
+        self.overdrawn = False
 
     def release_class(self) -> None:
         """Its attempt is over: it does not need its KV class any more, unless tokens were delivered."""

@@ -8,6 +8,8 @@ decode worker was reserved. So neither pool ever waits for the other while it ho
 without credit waits in the gateway, where it is ordered with all others, costs nothing to cancel, and gets its workers
 as late as possible.
 
+Where an overdraft is allowed (`router.routing.overdraft`), a prompt may also begin before its room at d is free.
+
 Room is counted for each KV class of a worker by itself, since each has a pool of its own. A pool without any load
 accepts every request; the worker itself checks whether it fits. At the decode worker,
 requests of a worse priority do not count as load, since the worker preempts them.
@@ -15,12 +17,20 @@ requests of a worse priority do not count as load, since the worker preempts the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import RING_AND_MAP_TOKENS
 from router.routing.kv_classes import decided_class, pool_size
-from router.routing.policy import Pair, RoutingNeed, RoutingView
+from router.routing.overdraft import (
+    MAX_HELD_SHARE,
+    MAX_MISSING_SHARE,
+    AnswerEnds,
+    RunningAnswer,
+    frees_in_time,
+    predicted_steps,
+)
+from router.routing.policy import DEFAULT_STEP_S, Pair, RoutingNeed, RoutingView, seconds_per_unit
 
 # Most tokens that one prompt counts for: about one step. Workers let shorter prompts pass a longer one.
 CREDIT_TOKENS_PER_PROMPT = 512
@@ -59,6 +69,80 @@ def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingVie
         for source, target in found
         if room[target] and (alone[target] if source is None else credit[source])
     ]
+
+
+def pairs_with_overdraft(
+    found: Sequence[Pair],
+    need: RoutingNeed,
+    view: RoutingView,
+    answers_at: Callable[[str], Sequence[RunningAnswer]],
+    ends: AnswerEnds,
+    patience: float,
+) -> list[Pair]:
+    """The pairs of `found`, none of which has credit, where `need` may begin before its room at the decode worker is
+    free.
+
+    Only prompts that a prefill worker computes may. Both workers must have been measured.
+
+    Args:
+        found: the pairs; `view` has their workers.
+        need: what the request asks for.
+        view: the fleet, and its load.
+        answers_at: what decodes at a worker in the pool that `need` takes room in, and counts as its load.
+        ends: how long answers are.
+        patience: the share of the prompt's time within which its room must be free.
+    """
+    tokens, worker_states = prefill_room_tokens(need), view.fleet.workers
+    sources = {
+        source: _has_prefill_credit(source, view, need)
+        and _has_kv_room(source, tokens, need, view)
+        and _may_hold(source, tokens, need, view)
+        for source in {source for source, _ in found if source is not None}
+    }
+    measured = [worker_states[source] for source, fits in sources.items() if fits]
+    token_s = seconds_per_unit(
+        [(one, one.stats.step_tokens) for one in measured if one.stats.step_tokens], 0.0
+    )
+    targets = [worker_states[target] for target in {target for source, target in found if source in token_s}]
+    step_s = seconds_per_unit([(one, one.stats.steps) for one in targets if one.stats.steps], DEFAULT_STEP_S)
+    allowed = list[Pair]()
+    missing = {
+        target: missing_room(target, need, view, need.room_tokens - view.shared_tokens(target, need))
+        for target in step_s
+    }
+    answers = {
+        target: answers_at(target)
+        for target, tokens in missing.items()
+        if _may_lack(target, need, view, tokens)
+    }
+    for source, target in found:
+        if source is None or source not in token_s or target not in answers:
+            continue
+        new_tokens = need.prompt_tokens - view.shared_tokens(source, need)
+        steps = predicted_steps(patience * new_tokens * token_s[source], step_s[target], answers[target])
+        if frees_in_time(missing[target], answers[target], ends, steps):
+            allowed.append((source, target))
+    return allowed
+
+
+def missing_room(worker: str, need: RoutingNeed, view: RoutingView, tokens: int) -> int:
+    """Tokens of room that a decode worker lacks for what is booked there in the class of `need`, and for `tokens`."""
+    hello = view.fleet.workers[worker].hello
+    load = view.ledger.load_up_to(worker, need.priority, decided_class(hello, need.kv_class))
+    return load.room_tokens + tokens - pool_size(hello, need.kv_class).num_slabs * CHUNK_TOKENS
+
+
+def _may_lack(worker: str, need: RoutingNeed, view: RoutingView, tokens: int) -> bool:
+    """Whether so much room may be missing at a decode worker."""
+    pool = pool_size(view.fleet.workers[worker].hello, need.kv_class)
+    return tokens <= MAX_MISSING_SHARE * pool.num_slabs * CHUNK_TOKENS
+
+
+def _may_hold(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:
+    """Whether a prefill worker may hold the KV of another overdrawn prompt until it has room."""
+    hello = view.fleet.workers[worker].hello
+    held = view.ledger.load_up_to(worker, None, decided_class(hello, need.kv_class)).overdrawn_tokens
+    return held + tokens <= MAX_HELD_SHARE * pool_size(hello, need.kv_class).num_slabs * CHUNK_TOKENS
 
 
 def prefill_room_tokens(need: RoutingNeed) -> int:

@@ -14,7 +14,8 @@ class WorkerLoad:
 
     `credit_tokens` are the tokens to prefill with each prompt counted as
     `router.routing.credits.CREDIT_TOKENS_PER_PROMPT` at most. `moving_tokens` are those whose KV has yet to be moved
-    from or to the worker.
+    from or to the worker. `overdrawn_tokens` are those of `room_tokens` at a prefill worker whose requests began before
+    there was room at their decode worker.
     """
 
     queued_tokens: int = 0
@@ -22,6 +23,7 @@ class WorkerLoad:
     room_tokens: int = 0
     credit_tokens: int = 0
     moving_tokens: int = 0
+    overdrawn_tokens: int = 0
 
     def combined_with(self, other: WorkerLoad, sign: int = 1) -> WorkerLoad:
         """The sum of both loads, or their difference (`sign` -1)."""
@@ -31,6 +33,7 @@ class WorkerLoad:
             self.room_tokens + sign * other.room_tokens,
             self.credit_tokens + sign * other.credit_tokens,
             self.moving_tokens + sign * other.moving_tokens,
+            self.overdrawn_tokens + sign * other.overdrawn_tokens,
         )
 
 

@@ -233,6 +233,7 @@ class RankedPair(NamedTuple):
     wait_s: float
     prefill: str
     decode: str
+    overdrawn: bool = False
 
     @property
     def pair(self) -> ChosenPair:

@@ -411,6 +411,7 @@ def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
         local_prefill=spec.local_prefill,
         tpot_s=spec.slo.limits_s()["tpot"],
         kv_budget_pct=spec.kv_quality_budget,
+        overdraft=spec.decode_overdraft == "auto",
     )
 
 

@@ -118,6 +118,7 @@ class LiveHealthProbes:
             "local_prefill": relay.split
             and not relay.pairs.only_pools
             and any(source is None for source, _ in self._backend.worker_pairs()),
+            "decode_overdraft": self._overdraft_status(),
             "channel_refused": dict(self._backend.hub.refused),
             "pools": {role: self._pool_status(role) for role in ("prefill", "decode")},
             "workers": [self._worker_status(name, name in unfit) for name in sorted(relay.fleet.workers)],
@@ -135,6 +136,20 @@ class LiveHealthProbes:
             "errors": self._service.errors.report(now_s),
             "fleet_events": self._backend.fleet_events.report(now_s),
             **self._access_files.report(self._named_batches, now_s),
+        }
+
+    def _overdraft_status(self) -> dict[str, Any]:
+        """Whether prompts may begin before their decode room is free, how many did, and whether it was in time.
+
+        `patience` is the share of a prompt's time within which room must be predicted to be free.
+        """
+        pairs = self._backend.relay.pairs
+        return {
+            "mode": "auto" if pairs.overdraft else "off",
+            "overdrawn": pairs.num_overdrawn,
+            "in_time": pairs.patience.num_in_time,
+            "late": pairs.patience.num_late,
+            "patience": round(pairs.patience.share, 3),
         }
 
     def _plan_status(self) -> dict[str, Any]:

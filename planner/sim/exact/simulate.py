@@ -107,11 +107,11 @@ class SimDeployment:
     each instance (`planner.sim.exact.links`), `token_bytes` the KV bytes per token. With `kv_classes`, of which there
     are several, each instance has a pool for each, with the bytes of that class. With `keep`, all requests evict KV at
     its threshold. A request takes `gateway_s` seconds to reach the relay, each message to or from a worker `hop_s`.
-    `max_tokens` is what clients ask for (None: exactly the length of their answer). `local_prefill` is the gateway's
-    setting; with "auto", steps of decode instances are kept within `tpot_s`. With `cpu_cost`, each gateway has a CPU
-    that does one thing at a time and shares `cores` with its workers' steps (of instances with a rhythm and one stage);
-    every step is then simulated by itself. With `bulk`, decode and colocated instances do bulk work beside the
-    requests, as long as any is open or to come. `traits` are those of the workers; all requests have seeds.
+    `max_tokens` is what clients ask for (None: exactly the length of their answer). `local_prefill` and `overdraft`
+    are the gateway's settings; with "auto", decode instances keep steps within `tpot_s`. With `cpu_cost`, each gateway
+    has a CPU that does one thing at a time and shares `cores` with its workers' steps (of instances with a rhythm and
+    one stage). With it or `overdraft` every step is simulated by itself. With `bulk`, decode and colocated instances
+    do bulk work beside requests, as long as any is open or to come. `traits` are the workers'; all requests have seeds.
     """
 
     placement: Placement
@@ -128,6 +128,7 @@ class SimDeployment:
     prefix_caching: bool = False
     bounds: Bounds = NO_ADMISSION_BOUNDS
     local_prefill: str = "fallback"
+    overdraft: bool = False
     pipelined: bool = True
     cells: int = 1
     beat_s: float = 0.25
@@ -233,7 +234,7 @@ class ExactSimulation:
         self, deployment: SimDeployment, ended: Callable[[JobResult], None], skips: bool = True
     ) -> None:
         _check_deployment(deployment)
-        self.deployment, self.skips, self._ended = deployment, skips, ended
+        self.deployment, self.skips, self._ended = deployment, skips and not deployment.overdraft, ended
         self.events = EventQueue()
         self.gateways: list[SimGateway] = []
         self.links: list[SimLinks] = []
@@ -333,6 +334,7 @@ class ExactSimulation:
             recovery_s=inf,
             local_prefill=deployment.local_prefill,
             tpot_s=min(limits_s, default=None),
+            overdraft=deployment.overdraft,
         )
         spec = SimGatewaySpec(
             deployment.gateway_s,
@@ -433,9 +435,7 @@ def _check_deployment(deployment: SimDeployment) -> None:
         why = "it needs a prefill and a decode pool, or a colocated one"
         raise ConfigError(what, why, "add the pool that is missing")
     if len(deployment.kv_classes) == 1:
-        raise ValueError(
-            "a deployment with one KV class names none: `token_bytes` and its rooms are of that class"
-        )
+        raise ValueError("a deployment with one KV class names none: `token_bytes` and its rooms have it")
     if deployment.kv_classes and deployment.keep is not None:
         raise ValueError("requests that evict are simulated with one KV class only")
     if deployment.bulk is not None:

@@ -137,6 +137,7 @@ def gateway_spec(
         max_queue_wait_s=config.max_queue_wait_s,
         recovery_s=config.recovery_s,
         local_prefill=config.local_prefill,
+        decode_overdraft=config.decode_overdraft,
         kv_quality_budget=config.kv_budget_pct,
         kv_keep=config.kv_keep,
         **_access_settings(config, bool(api_keys)),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from diptych.chunks import RAW_CLASS
+from diptych.config.fields import SettingSpec
 from diptych.errors import ConfigError
 from diptych.slo import Slo, read_limit_s
 from planner import hardware
@@ -30,7 +31,7 @@ from planner.types import (
     keeps_steps_within_tpot,
 )
 from services.cli.simulate.bulk_use import bulk_beside
-from services.cli.simulate.options import LOCAL_PREFILL, SimulateOptions
+from services.cli.simulate.options import DECODE_OVERDRAFT, LOCAL_PREFILL, SimulateOptions
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
 POOL_PATTERN = re.compile(r"(\d+)\s*([PDC])((?:\s*(?:TP|PP)\d+)*)\s*(?:@\s*(\S+))?", re.IGNORECASE)
@@ -65,6 +66,7 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
         chunked_prefill=options.enable_chunked_prefill,
         prefix_caching=options.enable_prefix_caching,
         local_prefill=_local_prefill(options, placement),
+        overdraft=_decode_overdraft(options, placement),
         kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
         keep=find_keep(profile, options.kv_keep, options.kv_cache_codec),
         bulk=bulk_beside(options, slo),
@@ -191,16 +193,27 @@ def _step_tokens(options: SimulateOptions) -> int:
 
 
 def _local_prefill(options: SimulateOptions, placement: Placement) -> str:
-    local = options.local_prefill
+    return _split_setting(LOCAL_PREFILL, options.local_prefill, options, placement, "every instance prefills")
+
+
+def _decode_overdraft(options: SimulateOptions, placement: Placement) -> bool:
+    why = "every instance has the room of a prompt before it computes it"
+    return _split_setting(DECODE_OVERDRAFT, options.decode_overdraft, options, placement, why) == "auto"
+
+
+def _split_setting(
+    setting: SettingSpec, value: str, options: SimulateOptions, placement: Placement, why: str
+) -> str:
+    """A setting of deployments with two pools; `why` it has no effect on others."""
+    flag = f"--{setting.name.replace('_', '-')}"
     try:
-        LOCAL_PREFILL.kind.parse(local)
+        setting.kind.parse(value)
     except ValueError as error:
-        fix = f"one of {LOCAL_PREFILL.kind.metavar.replace('|', ', ')}"
-        raise ConfigError(f"--local-prefill {local} cannot be used", f"it {error}", fix) from None
-    if placement.colocated and "local_prefill" in options.given:
-        why = "every instance prefills"
-        raise ConfigError("--local-prefill has no effect here", why, "leave it out")
-    return local
+        fix = f"one of {setting.kind.metavar.replace('|', ', ')}"
+        raise ConfigError(f"{flag} {value} cannot be used", f"it {error}", fix) from None
+    if placement.colocated and setting.name in options.given:
+        raise ConfigError(f"{flag} has no effect here", why, "leave it out")
+    return value
 
 
 def _tpot_bound_pools(options: SimulateOptions, placement: Placement) -> list[InstancePool]:

@@ -20,6 +20,7 @@ from services.cli.plan.options import (
 # The settings of `diptych serve` without any flags.
 DEFAULTS = Config()
 LOCAL_PREFILL = next(setting for setting in list_settings(Config) if setting.name == "local_prefill")
+DECODE_OVERDRAFT = next(setting for setting in list_settings(Config) if setting.name == "decode_overdraft")
 COMPAT = "With --compat"
 
 
@@ -61,6 +62,11 @@ class SimulateOptions:
     )
     local_prefill: str = option_field(
         DEFAULTS.local_prefill, "When decode instances prefill", metavar=LOCAL_PREFILL.kind.metavar
+    )
+    decode_overdraft: str = option_field(
+        DEFAULTS.decode_overdraft,
+        "Compute prompts whose decode room is about to be free",
+        metavar=DECODE_OVERDRAFT.kind.metavar,
     )
     tpot_budget_ms: float | None = option_field(
         None,

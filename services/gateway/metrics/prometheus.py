@@ -320,6 +320,14 @@ class GatewayMetrics(OutcomeSink):
             "Prompts prefilled by decode workers: no_prefill_worker, no_link, sooner",
             "reason",
         )
+        self.overdrafts = counter(
+            "diptych:decode_overdrafts",
+            "Prompts computed before their decode room was free: in_time or late, when they were done",
+            "outcome",
+        )
+        self.overdrawn = gauge(
+            "diptych:overdrawn_requests", "Requests that began before their decode room was free, without it"
+        )
         self.quarantined = counter(
             "diptych:quarantined_requests", "Sequences refused because they crashed workers"
         )

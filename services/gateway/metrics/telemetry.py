@@ -14,6 +14,7 @@ from router.effects import (
     FailRequest,
     FinishRequest,
     KvMoved,
+    OverdraftSettled,
     PrefilledLocally,
     RelayEffect,
     RelayEvent,
@@ -110,6 +111,7 @@ class RelayTelemetry:
         metrics.history.sample_queue(now_s, len(self._queued_s), predicted_wait_s)
         metrics.unprefilled_tokens.set(relay.admission.queued_tokens)
         metrics.foreseen.set(predicted_wait_s)
+        metrics.overdrawn.set(relay.pairs.num_overdrawn)
         metrics.suspects.set(len(relay.quarantine))
         metrics.links_given_up.inc(relay.fleet.links_given_up - self._links_given_up)
         self._links_given_up = relay.fleet.links_given_up
@@ -184,6 +186,8 @@ class RelayTelemetry:
                     metrics.migrated.labels(code).inc()
             case PrefilledLocally(_, reason):
                 metrics.local.labels(reason).inc()
+            case OverdraftSettled(_, in_time):
+                metrics.overdrafts.labels("in_time" if in_time else "late").inc()
             case RequestQuarantined():
                 metrics.quarantined.inc()
             case WorkerDown(worker):

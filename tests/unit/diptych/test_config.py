@@ -132,6 +132,7 @@ def example(kind: ValueKind) -> str:
         "0.5",
         "/llm",
         "a key of 16 chars",
+        "auto",
     ):
         try:
             kind.parse(text)
@@ -301,6 +302,14 @@ def test_ranks_and_stages_belong_to_pools_that_are_there() -> None:
         assert "must be at least 1" in refused({name: "0"})
     config = loaded({"colocated": "2", "decode_tp": "2", "decode_pp": "3"}).config
     assert (config.pools, config.decode_tp, config.decode_pp) == ((0, 2), 2, 3)
+
+
+def test_an_overdraft_needs_two_pools() -> None:
+    assert loaded({"decode_overdraft": "auto"}).config.decode_overdraft == "auto"
+    for mode in ("auto", "off"):
+        message = refused({"colocated": "1", "decode_overdraft": mode})
+        assert "has no effect" in message and "decode-overdraft" in message
+    assert "does not go with --decode 0" in refused({"decode": "0", "decode_overdraft": "auto"})
 
 
 def test_other_hosts_need_a_key() -> None:

@@ -159,6 +159,7 @@ class FakeDeployment:
         recovery_s: float = RECOVERY_S,
         gb_per_s: float = 1e6,
         traits: tuple[str, ...] = TRAITS,
+        overdraft: bool = False,
     ) -> None:
         """`slabs` of each pool. At `gb_per_s` of links the default moves KV in no time: nothing is staged. `traits` are
         those of all workers.
@@ -170,6 +171,7 @@ class FakeDeployment:
             index=PrefixIndex(),
             recovery_s=recovery_s,
             local_prefill=local_prefill,
+            overdraft=overdraft,
         )
         self.slabs, self.gb_per_s, self.traits = slabs, gb_per_s, traits
         self.now_s = 0.0
@@ -400,6 +402,7 @@ def linked_deployment(
     local_prefill: str = "never",
     gb_per_s: float = 1e6,
     traits: tuple[str, ...] = TRAITS,
+    overdraft: bool = False,
 ) -> FakeDeployment:
     """A world in which all workers are up and linked."""
     world = FakeDeployment(
@@ -410,6 +413,7 @@ def linked_deployment(
         local_prefill=local_prefill,
         gb_per_s=gb_per_s,
         traits=traits,
+        overdraft=overdraft,
     )
     for worker in workers:
         world.flush(worker)

@@ -31,6 +31,7 @@ from router.requests.admission import AdmissionLimits
 from router.requests.attempts import MAX_FAILURES, MAX_LOSSES
 from router.requests.continuable import can_continue
 from router.requests.timers import LEASED_STAGES
+from router.routing.overdraft import MAX_HELD_SHARE
 from tests.unit.router.fake_deployment import LEASE_S, FakeDeployment
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -55,7 +56,7 @@ any_of = st.sampled_from
 class RelayMachine(RuleBasedStateMachine):
     """2 + 2 workers with pools of eight slabs, over links so slow that whatever can be staged is."""
 
-    split, local_prefill = True, "never"
+    split, local_prefill, overdraft = True, "never", False
     traits: tuple[str, ...] = TRAITS
 
     def __init__(self) -> None:
@@ -70,6 +71,7 @@ class RelayMachine(RuleBasedStateMachine):
             recovery_s=PATIENCE_S,
             gb_per_s=0.01,
             traits=self.traits,
+            overdraft=self.overdraft,
         )
         self.graves: list[tuple[str, ToGateway]] = []  # said by lives and links that are known to be over
         self.given: dict[str, int] = {}  # orders to drain or to change pools: to which life of whom
@@ -386,6 +388,29 @@ class RelayMachine(RuleBasedStateMachine):
 
 class LocalPrefillMachine(RelayMachine):
     local_prefill = "fallback"
+
+
+class OverdrawingMachine(RelayMachine):
+    """Prompts begin before their decode room is free; workers are measured as so fast that it always may be."""
+
+    overdraft = True
+
+    def check(self) -> None:
+        for worker in self.world.relay.fleet.workers.values():
+            prefill = worker.role == "prefill"
+            worker.stats = WorkerStats(
+                steps=100, step_seconds=100.0 if prefill else 1e-3, step_tokens=100 if prefill else 100
+            )
+        super().check()
+        self.the_overdraft_is_bounded()
+
+    def the_overdraft_is_bounded(self) -> None:
+        relay = self.world.relay
+        assert relay.pairs.num_overdrawn == sum(state.overdrawn for state in relay.live.values())
+        for name, worker in relay.fleet.workers.items():
+            capacity = worker.hello.num_slabs * CHUNK_TOKENS
+            load = relay.ledger.load_of(name)
+            assert load.overdrawn_tokens <= MAX_HELD_SHARE * capacity
 
 
 class ColocatedMachine(RelayMachine):

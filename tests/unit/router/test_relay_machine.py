@@ -19,6 +19,7 @@ from router.effects import (
     FailRequest,
     FinishRequest,
     KvMoved,
+    OverdraftSettled,
     RequestCancelled,
     RequestQuarantined,
     RequestQueued,
@@ -36,6 +37,7 @@ from tests.unit.router.relay_machines import (
     ColocatedMachine,
     LimitedRelayMachine,
     LocalPrefillMachine,
+    OverdrawingMachine,
     RelayMachine,
     WildRelayMachine,
 )
@@ -53,8 +55,9 @@ TestLocal = LocalPrefillMachine.TestCase
 TestColocated = ColocatedMachine.TestCase
 TestWild = WildRelayMachine.TestCase
 TestLimited = LimitedRelayMachine.TestCase
+TestOverdrawing = OverdrawingMachine.TestCase
 TestOrderly.settings = TestLocal.settings = TestColocated.settings = TestWild.settings = NORMAL
-TestLimited.settings = NORMAL
+TestLimited.settings = TestOverdrawing.settings = NORMAL
 
 
 # ---- the same stories, played fast
@@ -137,7 +140,9 @@ def tell(story: RelayMachine, r: random.Random) -> int:
 
 
 @pytest.mark.parametrize("wanted", [8_000, pytest.param(33_400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [RelayMachine, LocalPrefillMachine, ColocatedMachine, LimitedRelayMachine])
+@pytest.mark.parametrize(
+    "kind", [RelayMachine, LocalPrefillMachine, ColocatedMachine, LimitedRelayMachine, OverdrawingMachine]
+)
 def test_very_many_steps(kind: type[RelayMachine], wanted: int) -> None:
     steps, seed, kept_back, seen, often = 0, 0, 0, Counter[type](), wanted // 400
     deferred = cut = 0
@@ -150,5 +155,6 @@ def test_very_many_steps(kind: type[RelayMachine], wanted: int) -> None:
     assert min(seen[known] for known in EVERYWHERE) > often, seen
     assert not kind.split or min(seen[known] for known in (Admit, Staging, Fetch, KvMoved)) > often, seen
     assert kind.split == (kept_back > often)
+    assert kind.overdraft == (seen[OverdraftSettled] > 0), seen
     assert (kind is LimitedRelayMachine) == (min(deferred, cut) > often) and (not kind.traits or not cut)
     assert (kind.local_prefill == "fallback") == (seen[Locally] > often) and seen[RequestQuarantined], seen

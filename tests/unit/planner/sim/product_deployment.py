@@ -382,6 +382,7 @@ class World:
             index=PrefixIndex() if deployment.prefix_caching else None,
             pipelined=False,
             recovery_s=inf,
+            overdraft=deployment.overdraft,
         )
         self.stations: dict[str, Station] = {}
         for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True):

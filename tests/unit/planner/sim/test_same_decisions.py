@@ -103,6 +103,7 @@ class Simulated:
     orders: list[tuple[float, str, str, str, int]]
     served: list[JobResult]
     num_preempted: int
+    num_overdrafts: int
 
 
 def simulated(
@@ -128,7 +129,9 @@ def simulated(
         simulation.run(jobs)
     (gate,) = simulation.gateways
     assert isinstance(gate.relay, NotedRelay)
-    return Simulated(plans, gate.relay.noted, served, simulation.preempted.total())
+    patience = gate.relay.pairs.patience
+    num_overdrafts = patience.num_in_time + patience.num_late
+    return Simulated(plans, gate.relay.noted, served, simulation.preempted.total(), num_overdrafts)
 
 
 def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeployment, list[Job]]:
@@ -176,6 +179,19 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "1P1D, first tokens by decode workers, hardly any room": (
         deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 15, traits=()),
         trace(80, 40.0, 19, spread=1.6),
+    ),
+    "2P1D, overdraft": (
+        deployed((PREFILL, 2), (DECODE, 1), kv_tokens=64 * 15, overdraft=True),
+        trace(120, 60.0, 20, spread=0.4),
+    ),
+    "2P2D, overdraft": (
+        deployed((PREFILL, 2), (DECODE, 2), kv_tokens=64 * 15, overdraft=True),
+        trace(120, 90.0, 21),
+    ),
+    "1P1D, overdraft, eviction": evicting(
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 14, overdraft=True),
+        [job for job in trace(80, 40.0, 27, spread=1.6) if job.prompt + job.output < 64 * 11],
+        0.9,
     ),
     "colocated": (deployed((BOTH, 2)), trace(120, 30.0, 7)),
     "colocated, hardly any room": (deployed((BOTH, 1), kv_tokens=64 * 15), trace(60, 30.0, 8, spread=1.6)),
@@ -249,5 +265,7 @@ def test_the_cases_are_hard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(plan.preempted is not None for _, _, plan in tight)
     for name in ("1P1D, eviction, hardly any room", "colocated, eviction, hardly any room"):
         assert simulated(*CASES[name], monkeypatch).num_preempted, name
+    for name in [name for name in CASES if "overdraft" in name]:
+        assert simulated(*CASES[name], monkeypatch).num_overdrafts, name
     assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128
     assert any(len(plan.prefill) > 1 for _, _, plan in many)

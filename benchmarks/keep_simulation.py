@@ -7,8 +7,8 @@ is kept for a block depends on the queries of the block before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import PROFILE_ROWS, KeepSpec
@@ -31,20 +29,6 @@ Bools = NDArray[np.bool_]
 Doubles = NDArray[np.float64]
 # Puts an attention function into the model. Another one than `own_attention` also codes keys and values.
 Install = Callable[[Attend], AbstractContextManager[None]]
-
-_NAME = "diptych_recorded"
-
-
-@contextmanager
-def own_attention(model: Any, attend: Attend) -> Iterator[None]:
-    """Within, every layer of the model calls `attend`."""
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
-    ALL_MASK_ATTENTION_FUNCTIONS[_NAME] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    before, model.config._attn_implementation = model.config._attn_implementation, _NAME
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.keep_simulation import compute_prompt, own_attention, profile_prompt
+from benchmarks.keep_simulation import compute_prompt, profile_prompt
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import FASTGEN, KeepSpec
+from engine.calibration.keep_fit import own_attention
 from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint

@@ -51,10 +51,10 @@ from benchmarks.keep_simulation import (
     compute_answer,
     compute_prompt,
     last_attention,
-    own_attention,
     profile_prompt,
 )
 from diptych.eviction_spec import ADA, FASTGEN, KEEP_RULES, ZAP, KeepSpec
+from engine.calibration.keep_fit import own_attention
 from engine.calibration.kv_quality import (
     NUM_RESAMPLES,
     Attend,

@@ -40,10 +40,13 @@ from typing import Any
 import httpx
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.load.deployment import ANSWER_S, ServedDeployment, StampedStream, serving_deployment
+from benchmarks.load.deployment import ANSWER_S, STOP_S, ServedDeployment, StampedStream, serving_deployment
+from tests.support.waiting import wait_for
 
 PARTS = ("ttft", "traffic", "chats", "unused")
 SLAB_BYTES = 393_216  # of the embedded model
+# What is on its way to a store does not count as waiting; statistics come with heartbeats, four in a second.
+SETTLE_S = 1.0
 CHUNK, SHORT, ZIPF, STREAMS = 64, 512, 1.1, 4
 # The pool: 20 prefixes of 512 tokens.
 POOL = 20 * SHORT // CHUNK
@@ -102,16 +105,23 @@ async def measure_ttft(
 
 
 def wait_stored(deployment: ServedDeployment) -> None:
-    """Wait until no chunk waits to be stored."""
+    """Wait until no chunk waits to be stored, and none was for `SETTLE_S`. Raises AssertionError if that takes long."""
     deployment.rest()
-    while any(
-        one["waiting_chunks"]
-        for worker in deployment.get("/status")["workers"]
-        for one in worker["stats"]["tiers"].values()
-    ):
-        time.sleep(0.05)
-    # What is on its way does not count as waiting, and statistics come with heartbeats.
-    time.sleep(1.0)
+    seen, since_s = list[tuple[int, int]](), time.monotonic()
+
+    def is_settled() -> bool:
+        nonlocal seen, since_s
+        tiers = [
+            one
+            for worker in deployment.get("/status")["workers"]
+            for one in worker["stats"]["tiers"].values()
+        ]
+        counts = [(one["waiting_chunks"], one["stored_chunks"]) for one in tiers]
+        if counts != seen or any(waiting for waiting, _ in counts):
+            seen, since_s = counts, time.monotonic()
+        return time.monotonic() - since_s > SETTLE_S
+
+    wait_for(is_settled, STOP_S)
 
 
 async def serve_all(deployment: ServedDeployment, prompts: Sequence[list[int]]) -> tuple[float, int]:

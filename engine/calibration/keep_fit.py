@@ -31,10 +31,10 @@ FIT_SEQUENCES, FIT_TOKENS = 10, 512
 # Weight of the penalty, per row, of weights of features of variance 1.
 RIDGE = 1e-3
 MIN_SCORE = 1e-9
-_NAME = "diptych_repeated"
+_NAME = "diptych_own"
 
 
-class _HeadRows:
+class _RepeatedRows:
     """What the text's rows of one KV head are, and what the repetition makes of them; first tokens are left out.
 
     `features` are [n, 2 D + 3], `scores` logarithms [n], `masses` the attention of all tokens of the repetition [n].
@@ -137,9 +137,11 @@ def find_thresholds(scores: Doubles, masses: Doubles) -> NDArray[np.float32]:
     return scores[order][found].astype(np.float32)
 
 
-def _read_twice(model: Any, text: torch.Tensor, frequencies: Doubles) -> Iterator[tuple[int, int, _HeadRows]]:
+def _read_twice(
+    model: Any, text: torch.Tensor, frequencies: Doubles
+) -> Iterator[tuple[int, int, _RepeatedRows]]:
     """The rows of every head of a text that is read twice."""
-    found = list[tuple[int, int, _HeadRows]]()
+    found = list[tuple[int, int, _RepeatedRows]]()
     n, angles = len(text), Angles(np.arange(len(text)), frequencies)
     norms = dict[int, torch.Tensor]()
 
@@ -155,7 +157,11 @@ def _read_twice(model: Any, text: torch.Tensor, frequencies: Doubles) -> Iterato
             added = torch.einsum("ogd,nd->gno", outputs[:, head], values[head, :n]).norm(dim=-1)
             gains = added[:, None] / norms[layer][n:, None]
             found.append(
-                (layer, head, _HeadRows(queries[head][:, n:], keys[head], values[head], seen, gains, angles))
+                (
+                    layer,
+                    head,
+                    _RepeatedRows(queries[head][:, n:], keys[head], values[head], seen, gains, angles),
+                )
             )
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
@@ -167,7 +173,7 @@ def _read_twice(model: Any, text: torch.Tensor, frequencies: Doubles) -> Iterato
         return hook
 
     ids = torch.cat([text, text])[None].to(next(model.parameters()).device)
-    with torch.no_grad(), _attention(model, attend), ExitStack() as undo:
+    with torch.no_grad(), own_attention(model, attend), ExitStack() as undo:
         for layer, module in enumerate(model.model.layers):
             handle = module.register_forward_pre_hook(note_norm(layer), with_kwargs=True)
             undo.callback(handle.remove)
@@ -176,8 +182,8 @@ def _read_twice(model: Any, text: torch.Tensor, frequencies: Doubles) -> Iterato
 
 
 @contextmanager
-def _attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
-    """Within, every layer of the model calls `attend`."""
+def own_attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Within, every layer of the model calls `attend`, an attention function of transformers."""
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     ALL_MASK_ATTENTION_FUNCTIONS[_NAME] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     before, model.config._attn_implementation = model.config._attn_implementation, _NAME

@@ -197,7 +197,7 @@ def read_calibration(path: Path, model: CalibratedModel) -> Calibration:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        metadata = _read_metadata(content)
+        metadata = read_metadata(content, FORMAT)
         tensors = load(content)
     except OSError as error:
         raise ModelError(
@@ -225,14 +225,15 @@ def _shorten(text: str, limit: int = 200) -> str:
     return " ".join(text.split())[:limit]
 
 
-def _read_metadata(content: bytes) -> dict[str, str]:
+def read_metadata(content: bytes, wanted: str) -> dict[str, str]:
+    """The metadata of a file of safetensors, whose format must be `wanted`. Raises ValueError if it is not."""
     length = int.from_bytes(content[:8], "little")
     if not 2 <= length <= len(content) - 8:
         raise ValueError(f"a header of {length} bytes in a file of {len(content)}")
     header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, msgspec.Raw])
     metadata = msgspec.json.decode(header.get(METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"its format is {_shorten(metadata.get('format', 'not given'))}, not {FORMAT}")
+    if metadata.get("format") != wanted:
+        raise ValueError(f"its format is {_shorten(metadata.get('format', 'not given'))}, not {wanted}")
     return metadata
 
 

@@ -36,7 +36,7 @@ from safetensors.numpy import load
 
 from diptych.errors import ModelError
 from diptych.hashing import HashField, hash_fields
-from kvcache.codecs.calibration import CalibratedModel
+from kvcache.codecs.calibration import METADATA_KEY, CalibratedModel, read_metadata
 from kvcache.layout import Shard
 
 Doubles = NDArray[np.float64]
@@ -50,7 +50,6 @@ NUM_THRESHOLDS = 99
 # Norms are at least this large before their logarithm is taken.
 MIN_NORM = 1e-6
 HASH_CHARS = 16
-_METADATA_KEY = "__metadata__"
 
 
 def row_features(keys: Doubles, values: NDArray[Any]) -> Doubles:
@@ -133,7 +132,7 @@ def serialise_surrogate(surrogate: KeepSurrogate) -> bytes:
     """The content of a file. Equal surrogates give equal bytes."""
     model, arrays = surrogate.model, {"weights": surrogate.weights, "thresholds": surrogate.thresholds}
     header: dict[str, Any] = {
-        _METADATA_KEY: {
+        METADATA_KEY: {
             "format": FORMAT,
             "model": model.fingerprint,
             "layers": str(model.layers),
@@ -194,23 +193,12 @@ def parse_surrogate(content: bytes, model: CalibratedModel, name: str = FILE_SUF
     try:
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        metadata, tensors = _read_metadata(content), load(content)
+        metadata, tensors = read_metadata(content, FORMAT), load(content)
         _check_model(name, metadata, model)
         return _check_content(metadata, tensors, model)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"the file {name} is no calibration of evictions", reason, ADVICE) from error
-
-
-def _read_metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    if not 2 <= length <= len(content) - 8:
-        raise ValueError(f"a header of {length} bytes in a file of {len(content)}")
-    header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(header.get(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"its format is {metadata.get('format', 'not given')[:60]}, not {FORMAT}")
-    return metadata
 
 
 def _check_model(name: str, metadata: dict[str, str], model: CalibratedModel) -> None:

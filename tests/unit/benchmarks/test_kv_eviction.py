@@ -30,7 +30,6 @@ from benchmarks.keep_simulation import (
     keep_sinks,
     keep_window,
     last_attention,
-    own_attention,
     profile_prompt,
 )
 from benchmarks.kept_policies import measure_same
@@ -50,6 +49,7 @@ from benchmarks.kv_eviction import (
 )
 from benchmarks.kv_quality import FOLDER
 from diptych.eviction_spec import ADA, FASTGEN, KEEP_RULES, ZAP, KeepSpec
+from engine.calibration.keep_fit import own_attention
 from engine.model.calibration_file import load_surrogate
 from engine.model.checkpoint import Checkpoint
 from engine.model.rope import rope_frequencies

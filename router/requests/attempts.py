@@ -39,7 +39,8 @@ from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestKind, RequestState, sum_beside
 from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
-from router.routing.policy import NO_LINK, NO_PREFILL, SOONER, Pair, workers_of_pair
+from router.routing.pairs import PairList, workers_of_pair
+from router.routing.policy import NO_LINK, NO_PREFILL, SOONER
 from router.routing.prefix_index import ChunkNames
 
 # A request fails after more than this many attempts that ended because a worker was lost or had to end.
@@ -116,7 +117,7 @@ class Attempts:
         """
         # The free pairs by what a request needs.
         everywhere = self.capabilities.find_pairs()
-        found: dict[RequestKind, list[Pair]] = {RequestKind(): everywhere}
+        found: dict[RequestKind, PairList] = {RequestKind(): everywhere}
         everyone, closed = self.pairs.all_uses(everywhere, self.queue.has_pooled), set[tuple[str, str]]()
         self.waits_for_answers = False
         for state in self.queue.in_order():

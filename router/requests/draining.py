@@ -16,8 +16,8 @@ from collections.abc import Mapping
 
 from diptych.messages import Drain, SwitchRole
 from router.requests.request_state import RequestState
-from router.routing.fleet import Fleet
 from router.routing.load_ledger import LoadLedger
+from router.workers.fleet import Fleet
 
 
 class DrainOrders:
@@ -45,14 +45,14 @@ class DrainOrders:
         self._unsent.add(worker)
         # A worker that drains already may refuse requests by now, or it has received the order.
         if not worker_state.draining:
-            worker_state.draining = worker_state.accepts_pending = True
+            self._fleet.start_draining(worker, accepts_pending=True)
 
     def on_worker_up(self, worker: str) -> None:
         """A worker has joined. If this life of it had an order, the order is sent again: its link may have broken."""
         worker_state = self._fleet.workers[worker]
         life, _ = self._given.get(worker, ("", None))
         if life == worker_state.hello.incarnation:
-            worker_state.draining = True
+            self._fleet.start_draining(worker, worker_state.accepts_pending)
             self._unsent.add(worker)
         else:
             self._given.pop(worker, None)

@@ -3,7 +3,7 @@
     WorkerUp   ─▶ orders given to it before are repeated; how its last life ended goes to the quarantine
     WorkerDown ─▶ its prefixes are forgotten; its requests get another worker, another attempt, or end
 
-`router.routing.fleet` detects these changes; the relay passes them to this module.
+`router.workers.fleet` detects these changes; the relay passes them to this module.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from diptych.failure_statuses import RequestFailure
 from router.requests.failure_policy import NO_WORKERS, NOT_CONTINUABLE
 from router.requests.request_state import RequestKind, RequestState
 from router.routing.capabilities import FleetCapabilities
-from router.routing.kv_classes import AnswerVersion, describe_classes, have_shared_class, names_class
 from router.routing.policy import ANY_POOLED
+from router.workers.kv_classes import AnswerVersion, describe_classes, have_shared_class, names_class
 
 
 class WorkerGrace:
@@ -32,7 +32,7 @@ class WorkerGrace:
         able = self.capabilities
         if able.find_pairs(ANY_POOLED):
             self._pooled_s = now_s
-        self.note_served({version for pair in able.find_pairs() for version in able.versions_of(pair)}, now_s)
+        self.note_served(able.served_versions(), now_s)
 
     def was_served(self, version: AnswerVersion | None, now_s: float, kv_class: str | None = None) -> bool:
         """Whether a pair was there within the last `patience_s`.

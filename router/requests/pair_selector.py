@@ -6,6 +6,7 @@ quarantine says whether this request may use it, and the predicted wait says whi
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, takewhile
@@ -22,32 +23,30 @@ from router.routing.capabilities import FleetCapabilities
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import missing_room, pairs_with_credit, pairs_with_overdraft
 from router.routing.eviction_estimate import KeptShares
-from router.routing.fleet import Fleet
-from router.routing.kv_classes import (
+from router.routing.load_ledger import LoadLedger
+from router.routing.overdraft import AnswerEnds, OverdraftPatience, RunningAnswer
+from router.routing.pairs import Pair, PairList, pair_list, workers_of_pair
+from router.routing.policy import (
+    ANY_POOLED,
+    AnswerLengths,
+    RankedPair,
+    RoutingNeed,
+    RoutingView,
+    choose_decode,
+    choose_pair,
+    tiers_bytes,
+    tiers_name,
+    transfer_s,
+)
+from router.routing.prefix_index import ChunkNames, PrefixIndex
+from router.workers.fleet import Fleet
+from router.workers.kv_classes import (
     AnswerVersion,
     classes_of,
     decided_class,
     holds_class,
     pool_size,
 )
-from router.routing.load_ledger import LoadLedger
-from router.routing.overdraft import AnswerEnds, OverdraftPatience, RunningAnswer
-from router.routing.policy import (
-    ANY_POOLED,
-    AnswerLengths,
-    Pair,
-    RankedPair,
-    RoutingNeed,
-    RoutingView,
-    choose_decode,
-    choose_pair,
-    local_prefill_pairs,
-    tiers_bytes,
-    tiers_name,
-    transfer_s,
-    workers_of_pair,
-)
-from router.routing.prefix_index import ChunkNames, PrefixIndex
 
 # What the names of KV classes begin with in the uses of workers by requests that are pooled.
 POOLED_USE = "pooled/"
@@ -119,7 +118,7 @@ class PairSelector:
     def pick_pair(
         self,
         state: RequestState,
-        found: list[Pair],
+        found: PairList,
         quarantine: CrashQuarantine,
         closed: set[tuple[str, str]],
         now_s: float,
@@ -134,38 +133,36 @@ class PairSelector:
         classes may. A quiet worker (silent lately) counts as having no room.
         """
         name, need = state.request.id, replace(state.need, underserved=behind)
-        allowed = found = found + local_prefill_pairs(found) if self.auto_local_prefill else found
+        allowed = found = found.with_local if self.auto_local_prefill else found
         if state.failed_workers:
             least = min((len(state.failed_workers & workers_of_pair(pair)) for pair in found), default=0)
-            allowed = [pair for pair in found if len(state.failed_workers & workers_of_pair(pair)) == least]
+            allowed = PairList(
+                pair for pair in found if len(state.failed_workers & workers_of_pair(pair)) == least
+            )
         if len(quarantine):
-            allowed = [
-                pair
-                for pair in allowed
-                if all(quarantine.may_run(name, worker) for worker in workers_of_pair(pair))
-            ]
-        uses = set[tuple[str, str]]()
+            allowed = allowed.without({one for one in allowed.workers if not quarantine.may_run(name, one)})
+        tried: list[tuple[RoutingNeed, PairList]] = []
         for groups in self._rank_classes(state, need, allowed, closed, now_s):
             ranked_pairs: list[tuple[RankedPair, ClassDecision]] = []
             for decision, pairs in groups.items():
                 exact = need if decision.kv_class is None else replace(need, kv_class=decision.kv_class)
-                uses.update(self._use(worker, exact) for worker in self._workers_of(pairs))
-                if (ranked := self._pick_with_room(exact, pairs, closed, now_s)) is not None:
+                tried.append((exact, pair_list(pairs)))
+                if (ranked := self._pick_with_room(*tried[-1], closed, now_s)) is not None:
                     ranked_pairs.append((ranked, decision))
             if ranked_pairs:
                 ranked, decision = min(ranked_pairs)
                 return PickedPair(ranked.pair, decision, ranked.overdrawn)
-        closed |= uses
+        closed.update(self._use(worker, exact) for exact, pairs in tried for worker in pairs.workers)
         return None
 
     def _rank_classes(
         self,
         state: RequestState,
         need: RoutingNeed,
-        found: list[Pair],
+        found: PairList,
         closed: set[tuple[str, str]],
         now_s: float,
-    ) -> list[dict[ClassDecision, list[Pair]]]:
+    ) -> Sequence[Mapping[ClassDecision, list[Pair]]]:
         """Which class a request would have on which pairs: first as it is preferred, then where there is no room.
 
         A request that names a class, or may have any, has the first one that both workers of a pair have. Where a
@@ -202,17 +199,13 @@ class PairSelector:
         return asks_none or need.kv_class == AUTO_CLASS
 
     def _pick_with_room(
-        self, need: RoutingNeed, allowed: list[Pair], closed: set[tuple[str, str]], now_s: float
+        self, need: RoutingNeed, allowed: PairList, closed: set[tuple[str, str]], now_s: float
     ) -> RankedPair | None:
         """As `pick_pair`, among pairs that `need` may use, all with the same KV class of it."""
         unavailable = set(self.fleet.quiet)
         if closed:
-            unavailable |= {
-                worker for worker in self._workers_of(allowed) if self._use(worker, need) in closed
-            }
-        free = (
-            [pair for pair in allowed if not unavailable & workers_of_pair(pair)] if unavailable else allowed
-        )
+            unavailable |= {worker for worker in allowed.workers if self._use(worker, need) in closed}
+        free = allowed.without(unavailable)
         ranked = choose_pair(need, self.view, pairs_with_credit(free, need, self.view))
         if ranked is not None or not self.overdraft or need.bulk or need.pools:
             return ranked
@@ -272,9 +265,6 @@ class PairSelector:
         self.patience.record_outcome(in_time)
         return in_time
 
-    def _workers_of(self, found: list[Pair]) -> set[str]:
-        return set[str]().union(*map(workers_of_pair, found))
-
     def _use(self, worker: str, need: RoutingNeed) -> tuple[str, str]:
         """A worker, and the KV class that a request would use there.
 
@@ -283,15 +273,15 @@ class PairSelector:
         kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
         return worker, f"{POOLED_USE}{kv_class}" if need.pools else kv_class
 
-    def all_uses(self, found: list[Pair], pooled: bool = False) -> set[tuple[str, str]]:
+    def all_uses(self, found: PairList, pooled: bool = False) -> set[tuple[str, str]]:
         """All that `pick_pair` could add to `closed`: the workers of these pairs, with each of their classes. `pooled`:
         also for requests that are pooled.
         """
         workers = self.fleet.workers
-        uses = {(name, one) for name in self._workers_of(found) for one in classes_of(workers[name].hello)}
+        uses = {(name, one) for name in found.workers for one in classes_of(workers[name].hello)}
         if not pooled:
             return uses
-        names = self._workers_of(self.capabilities.find_pairs(ANY_POOLED))
+        names = self.capabilities.find_pairs(ANY_POOLED).workers
         return uses | {
             (name, f"{POOLED_USE}{one}") for name in names for one in classes_of(workers[name].hello)
         }

@@ -13,11 +13,20 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from router.requests.request_state import RequestState
+from router.requests.request_state import RequestKind, RequestState
 
 # (priority, whether no token was delivered yet, tenant).
 QueueGroup = tuple[int, bool, str]
+
+
+class _Waiting(NamedTuple):
+    """A waiting request, its group, and its kind; None if the kind may change while it waits."""
+
+    group: QueueGroup
+    state: RequestState
+    kind: RequestKind | None
 
 
 class RequestQueue:
@@ -25,7 +34,11 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._groups: dict[QueueGroup, list[RequestState]] = {}  # the requests of a group in order of arrival
-        self._waiting: dict[str, tuple[QueueGroup, RequestState]] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        # How many of them are of each kind, and those whose kind may change: the class of another sequence of their
+        # HTTP request becomes theirs.
+        self._kinds: Counter[RequestKind] = Counter()
+        self._siblings: dict[str, RequestState] = {}
         # How many of them are pooled.
         self._num_pooled = 0
         # Whether each request in flight is bulk work, its tenant, and its number of tokens.
@@ -40,8 +53,13 @@ class RequestQueue:
         self.remove_request(state.request.id)
         origin = state.request.tenancy
         group = origin.priority, not state.request.output, origin.tenant
-        self._waiting[state.request.id] = group, state
+        kind = None if state.wish.shared else state.kind
+        self._waiting[state.request.id] = _Waiting(group, state, kind)
         self._num_pooled += state.pools
+        if kind is None:
+            self._siblings[state.request.id] = state
+        else:
+            self._kinds[kind] += 1
         insort(self._groups.setdefault(group, []), state, key=_place_in_group)
 
     def start_request(self, state: RequestState) -> None:
@@ -58,8 +76,12 @@ class RequestQueue:
     def remove_request(self, request: str) -> None:
         """Remove the request, whether it waits or is in flight. Idempotent."""
         if (waiting := self._waiting.pop(request, None)) is not None:
-            group, state = waiting
+            group, state, kind = waiting
             self._num_pooled -= state.pools
+            if kind is None:
+                del self._siblings[request]
+            else:
+                self._kinds[kind] -= 1
             states = self._groups[group]
             del states[bisect_left(states, _place_in_group(state), key=_place_in_group)]
             if not states:
@@ -71,6 +93,12 @@ class RequestQueue:
             self._total -= 0 if bulk else tokens
             if not counts[tenant]:
                 del counts[tenant]
+
+    @property
+    def kinds(self) -> set[RequestKind]:
+        """The kinds of the waiting requests."""
+        self._kinds = +self._kinds
+        return {*self._kinds, *(state.kind for state in self._siblings.values())}
 
     @property
     def has_pooled(self) -> bool:
@@ -113,7 +141,7 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         """All waiting requests, in no particular order (see `in_order`)."""
-        return (state for _, state in self._waiting.values())
+        return (waiting.state for waiting in self._waiting.values())
 
     def __len__(self) -> int:
         return len(self._waiting)

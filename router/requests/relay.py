@@ -78,9 +78,9 @@ from router.requests.request_state import (
     total_demand,
 )
 from router.requests.timers import DeadlineHeap, LeaseRenewal
-from router.routing.fleet import Fleet
-from router.routing.policy import Pair
+from router.routing.pairs import PairList
 from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
 
 # Messages of a worker that do not concern a request.
 FLEET_MESSAGES = Hello | Heartbeat | Linked | Opened
@@ -153,7 +153,7 @@ class Relay:
             self.attempts.send_message(worker, order)
         return self.attempts.take_effects(now_s)
 
-    def find_pairs(self) -> list[Pair]:
+    def find_pairs(self) -> PairList:
         """The (prefill, decode) pairs that can serve now; prefill is None if the decode worker also prefills."""
         return self.capabilities.find_pairs()
 
@@ -165,7 +165,8 @@ class Relay:
 
     def _on_arrived(self, event: RequestArrived, now_s: float) -> None:
         """Admit and queue the sequences of an HTTP request, or fail all of them; a canary starts at once."""
-        wish = ClassWish(event.requests[0].kv_class, event.requests[0].default_class)
+        first = event.requests[0]
+        wish = ClassWish(first.kv_class, first.default_class, shared=bool(event.others))
         states = [self._open_request(request, event.pinned_pair, wish, now_s) for request in event.requests]
         states = [state for state in states if not self.attempts.expire_request(state, now_s)]
         if not states:
@@ -341,7 +342,7 @@ class Relay:
         state.holders.discard(worker)
         policy, source = POLICY_BY_CODE.get(failed.code, INTERNAL_ERROR), state.source
         if failed.code == "draining":
-            self.fleet.workers[worker].stop_accepting()
+            self.fleet.stop_accepting(worker)
         if failed.code == "kv_corrupt" and source is not None:
             self.fleet.record_corruption(source, worker, now_s)
         prefilling = state.request.stage in (RequestStage.QUEUED, RequestStage.PREFILLED)
@@ -376,8 +377,7 @@ class Relay:
         self.fleet_changes.apply_changes(self.fleet.check_silence(now_s), now_s)
         self.fleet_changes.apply_findings(self.quarantine.expire_waits(now_s), now_s)
         self.grace.note_available(now_s)
-        kinds = {state.kind for state in self.queue}
-        hopeless = {kind for kind in kinds if not self.grace.should_wait(kind, now_s)}
+        hopeless = {kind for kind in self.queue.kinds if not self.grace.should_wait(kind, now_s)}
         for state in list(self.queue.in_order()) if hopeless else ():
             if state.kind in hopeless:
                 self.attempts.fail_unserved(state, now_s)

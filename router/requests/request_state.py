@@ -22,28 +22,29 @@ from router.routing.credits import (
     round_up_to_chunks,
 )
 from router.routing.eviction_estimate import KeptShares, held_tokens, kept_room_tokens, kept_tokens
-from router.routing.kv_classes import AnswerVersion
 from router.routing.load_ledger import WorkerLoad
 from router.routing.overdraft import RunningAnswer
 from router.routing.policy import RoutingNeed
 from router.routing.prefix_index import ChunkNames
+from router.workers.kv_classes import AnswerVersion
 
 
 @dataclass(slots=True)
 class ClassWish:
     """The KV class of the sequences of one HTTP request: they share one, so that they share the prompt and its name.
 
-    `asked` is what the request says (`router.routing.kv_classes.names_class`), if anything; or, with `by_default`, what
+    `asked` is what the request says (`router.workers.kv_classes.names_class`), if anything; or, with `by_default`, what
     it needs without saying so. The `decision` for the first sequence counts for the others, as long as a sequence
     uses it: it has an attempt, or delivered tokens.
 
-    `beside` is what all other sequences are expected to need beside the first one.
+    `beside` is what all other sequences are expected to need beside the first one. `shared`: there is more than one.
     """
 
     asked: str | None = None
     by_default: bool = False
     decision: ClassDecision | None = None
     beside: BesideNeed = BesideNeed()
+    shared: bool = False
     _used_by: set[str] = field(default_factory=set)
 
     def decide(self, request: str, decision: ClassDecision) -> None:

@@ -25,16 +25,16 @@ from router.routing.class_choice import (
     choose_class,
 )
 from router.routing.credits import prefill_room_tokens, round_up_to_chunks
-from router.routing.fleet import ROLES
-from router.routing.kv_classes import classes_of, loss_of, pool_size, shared_classes
+from router.routing.pairs import Pair
 from router.routing.policy import (
     DEFAULT_STEP_S,
     DEFAULT_TOKEN_S,
-    Pair,
     RoutingNeed,
     RoutingView,
     seconds_per_unit,
 )
+from router.workers.fleet import ROLES
+from router.workers.kv_classes import classes_of, loss_of, pool_size, shared_classes
 
 # Seconds by which KV may arrive after its prompt is prefilled, if no TPOT SLO says so: what hardly anybody notices.
 SPARE_S = 0.05

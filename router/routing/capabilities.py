@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 from diptych.chunks import AUTO_CLASS
 from diptych.messages import Hello
 from router.routing.auto_class import AutoClasses, eligible_classes
-from router.routing.fleet import ROLES
-from router.routing.kv_classes import (
+from router.routing.pairs import Pair, PairList
+from router.routing.policy import ANY_REQUEST, RoutingNeed, RoutingView, find_pairs
+from router.workers.fleet import ROLES
+from router.workers.kv_classes import (
     AnswerVersion,
     ServedClasses,
     can_evict,
@@ -18,19 +21,62 @@ from router.routing.kv_classes import (
     keep_classes_of_pair,
     versions_of_pair,
 )
-from router.routing.policy import ANY_REQUEST, Pair, RoutingNeed, RoutingView, find_pairs, workers_of_pair
+
+# Most kinds of needs whose pairs are remembered.
+MAX_REMEMBERED_KINDS = 256
+
+
+@dataclass(slots=True)
+class _FoundPairs:
+    """What was found out about one version of the fleet: pairs by what they are for, and the versions of answers."""
+
+    version: int = -1
+    pairs: dict[tuple[object, ...], PairList] = field(default_factory=dict)
+    answers: frozenset[AnswerVersion] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FleetCapabilities:
-    """What requests can ask of the workers that `view` shows. `auto` has the budget of the classes to choose among."""
+    """What requests can ask of the workers that `view` shows. `auto` has the budget of the classes to choose among.
+
+    What depends on nothing but the fleet is found once for each of its versions.
+    """
 
     view: RoutingView
     auto: AutoClasses
+    _found: _FoundPairs = field(default_factory=_FoundPairs, repr=False, compare=False)
 
-    def find_pairs(self, need: RoutingNeed = ANY_REQUEST) -> list[Pair]:
+    def find_pairs(self, need: RoutingNeed = ANY_REQUEST) -> PairList:
         """All pairs that could serve `need` now, whether or not they have room."""
-        return find_pairs(need, self.view)
+        found = self._found_now()
+        # All that `find_pairs` asks of a need.
+        kind = need.pools, need.bulk, need.kv_class, need.fingerprint, need.evicts, need.traits
+        if (pairs := found.pairs.get(kind)) is None:
+            if len(found.pairs) >= MAX_REMEMBERED_KINDS:
+                found.pairs.clear()
+            pairs = found.pairs[kind] = find_pairs(need, self.view)
+        return pairs
+
+    def served_versions(self) -> frozenset[AnswerVersion]:
+        """The versions of answers that can be served now."""
+        found = self._found_now()
+        if found.answers is None:
+            # Most workers are alike: one pair of each kind tells what all of them can.
+            alike = {self._serving_kind(pair): pair for pair in self.find_pairs()}
+            found.answers = frozenset(one for pair in alike.values() for one in self.versions_of(pair))
+        return found.answers
+
+    def _serving_kind(self, pair: Pair) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """What the versions of a pair's answers depend on."""
+        hellos = [self.view.fleet.workers[name].hello for name in pair if name is not None]
+        return tuple((hello.fingerprint, tuple(classes_of(hello))) for hello in hellos)
+
+    def _found_now(self) -> _FoundPairs:
+        """What is remembered of the fleet as it is; empty if it has changed."""
+        if self._found.version != self.view.fleet.version:
+            self._found.version, self._found.answers = self.view.fleet.version, None
+            self._found.pairs.clear()
+        return self._found
 
     @property
     def max_model_len(self) -> int | None:
@@ -40,7 +86,7 @@ class FleetCapabilities:
         fitting worker can take; None if there is none.
         """
         workers = self.view.fleet.workers
-        serving = {name for pair in self.find_pairs() for name in workers_of_pair(pair)}
+        serving: Set[str] = self.find_pairs().workers
         lengths = {name: worker_state.hello.max_model_len for name, worker_state in workers.items()}
         serving = serving or lengths.keys() - self.view.fleet.find_mismatches().keys()
         return min((lengths[name] for name in serving), default=max(lengths.values(), default=None))
@@ -58,7 +104,7 @@ class FleetCapabilities:
     @property
     def kv_classes(self) -> list[str]:
         """The KV classes that requests can be served with; while no pair can serve, those of all known workers."""
-        served = {version.kv_class for pair in self.find_pairs() for version in self.versions_of(pair)}
+        served = {version.kv_class for version in self.served_versions()}
         known = {name for hello in self.view.fleet.known_hellos() for name in classes_of(hello)}
         return sorted(served or known)
 

@@ -17,11 +17,11 @@ requests of a worse priority do not count as load, since the worker preempts the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import RING_AND_MAP_TOKENS
-from router.routing.kv_classes import decided_class, pool_size
 from router.routing.overdraft import (
     MAX_HELD_SHARE,
     MAX_MISSING_SHARE,
@@ -30,7 +30,9 @@ from router.routing.overdraft import (
     frees_in_time,
     predicted_steps,
 )
-from router.routing.policy import DEFAULT_STEP_S, Pair, RoutingNeed, RoutingView, seconds_per_unit
+from router.routing.pairs import Pair, PairList, pair_list
+from router.routing.policy import DEFAULT_STEP_S, RoutingNeed, RoutingView, seconds_per_unit
+from router.workers.kv_classes import decided_class, pool_size
 
 # Most tokens that one prompt counts for: about one step. Workers let shorter prompts pass a longer one.
 CREDIT_TOKENS_PER_PROMPT = 512
@@ -42,33 +44,34 @@ MAX_CREDIT_TOKENS_UNDERSERVED = 6 * CREDIT_TOKENS_PER_PROMPT
 
 def pairs_with_credit(found: Sequence[Pair], need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """The pairs of `found` whose workers have credit for `need` now; each worker is examined once."""
-    tokens = prefill_room_tokens(need)
+    tokens, pairs = prefill_room_tokens(need), pair_list(found)
     if need.pools:
         # Its worker is to it what a prefill worker is to other prompts.
         return [
             (source, target)
-            for source, target in found
+            for source, target in pairs
             if _has_prefill_credit(target, view, need) and _has_kv_room(target, tokens, need, view)
         ]
-    room = {
-        target: _has_decode_room(target, need.room_tokens, need, view)
-        for target in {target for _, target in found}
-    }
-    credit = {
-        source: _has_prefill_credit(source, view, need) and _has_kv_room(source, tokens, need, view)
-        for source in {source for source, _ in found if source is not None}
+    sources = {
+        source
+        for source in pairs.sources
+        if _has_prefill_credit(source, view, need) and _has_kv_room(source, tokens, need, view)
     }
     # A worker that also prefills has the whole prompt, before any of it is dropped.
     alone = {
-        target: _has_prefill_credit(target, view, need)
+        target
+        for target in pairs.alone
+        if _has_prefill_credit(target, view, need)
         and (tokens <= need.room_tokens or _has_decode_room(target, tokens, need, view))
-        for target in {target for source, target in found if source is None}
     }
-    return [
+    if not (sources or alone):
+        return []
+    full = {target for target in pairs.targets if not _has_decode_room(target, need.room_tokens, need, view)}
+    return PairList(
         (source, target)
-        for source, target in found
-        if room[target] and (alone[target] if source is None else credit[source])
-    ]
+        for source, target in pairs
+        if target not in full and (target in alone if source is None else source in sources)
+    )
 
 
 def pairs_with_overdraft(
@@ -166,17 +169,24 @@ def _has_prefill_credit(worker: str, view: RoutingView, need: RoutingNeed) -> bo
 
 def _has_decode_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:
     """Whether a decode worker has room for `tokens` of the request, those that others hold there included."""
-    return _has_kv_room(worker, tokens - view.shared_tokens(worker, need), need, view, need.priority)
+    free = _free_tokens(worker, need, view, need.priority)
+    # How much others hold there is looked up only where that decides.
+    if tokens <= free or tokens - max(0, need.prompt_tokens - 1) > free:
+        return tokens <= free
+    return tokens - view.shared_tokens(worker, need) <= free
 
 
-def _has_kv_room(
-    worker: str, tokens: int, need: RoutingNeed, view: RoutingView, priority: int | None = None
-) -> bool:
-    """Whether the pool of the class of `need` has room for `tokens` more.
+def _has_kv_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:
+    """Whether the pool of the class of `need` has room for `tokens` more, whoever holds the others."""
+    return tokens <= _free_tokens(worker, need, view)
+
+
+def _free_tokens(worker: str, need: RoutingNeed, view: RoutingView, priority: int | None = None) -> float:
+    """The tokens that are free in the pool of the class of `need`; infinite if nothing loads it.
 
     With a `priority`, requests of a worse one do not count.
     """
     hello = view.fleet.workers[worker].hello
     load = view.ledger.load_up_to(worker, priority, decided_class(hello, need.kv_class))
     capacity = pool_size(hello, need.kv_class).num_slabs * CHUNK_TOKENS
-    return not load.running or load.room_tokens + tokens <= capacity
+    return capacity - load.room_tokens if load.running else math.inf

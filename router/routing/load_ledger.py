@@ -104,15 +104,12 @@ class LoadLedger:
 
         With a `kv_class`, only from requests whose KV is in its pool.
         """
-        load = IDLE_LOAD
+        load: WorkerLoad | None = None
         for (level, name), share in self._by_level.get(worker, {}).items():
             counts = level < BULK_PRIORITY if priority is None else level <= priority
-            load = (
-                load.combined_with(share)
-                if counts and (kv_class is None or name in (None, kv_class))
-                else load
-            )
-        return load
+            if counts and (kv_class is None or name in (None, kv_class)):
+                load = share if load is None else load.combined_with(share)
+        return IDLE_LOAD if load is None else load
 
     def requests_at(self, worker: str) -> list[str]:
         """The requests that are part of a worker's load."""

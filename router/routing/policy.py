@@ -17,7 +17,7 @@ Loads come from the relay's own accounting, which is exact at any moment. Speeds
 to `MAX_SPEED_RATIO` times the average of the role: a worker's load affects its measured speed, which must not decide
 alone where the next load goes. Ties are broken by name. Whether a pair has room is decided in `router.routing.credits`.
 
-Only workers that hold the request's KV class are considered (`router.routing.kv_classes`), with the slabs and bytes of
+Only workers that hold the request's KV class are considered (`router.workers.kv_classes`), with the slabs and bytes of
 their pool of this class. A request whose class is not decided yet may take any pair.
 """
 
@@ -26,16 +26,19 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.request import BULK_PRIORITY
 from router.effects import ChosenPair
 from router.routing.class_choice import BesideNeed
-from router.routing.fleet import Fleet, WorkerState
-from router.routing.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
 from router.routing.load_ledger import LoadLedger
+from router.routing.pairs import Pair, PairList, pair_list
 from router.routing.prefix_index import ChunkNames, PrefixIndex
+from router.workers.fleet import Fleet
+from router.workers.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
+from router.workers.worker_state import WorkerState
 
 # Seconds to prefill one token, and seconds per step. They are assumed until a worker of the role has been measured.
 DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 2e-2
@@ -54,9 +57,6 @@ ANSWER_DECAY = 0.95
 INITIAL_ANSWER_TOKENS = 256.0
 # Reasons for prefill on a decode worker: no prefill worker can do it, or the decode worker is predicted to be faster.
 NO_PREFILL, NO_LINK, SOONER = "no_prefill_worker", "no_link", "sooner"
-
-# A prefill and a decode worker, or (None, name) for a worker that does both.
-Pair = tuple[str | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,7 @@ class RoutingView:
         ]
 
 
-def workers_of_pair(pair: Pair) -> set[str]:
-    """The one or two workers of a pair."""
-    return {name for name in pair if name is not None}
-
-
-def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
+def find_pairs(need: RoutingNeed, view: RoutingView) -> PairList:
     """All pairs that could serve `need` now.
 
     These are the linked pairs; in a deployment without prefill workers, the decode workers alone, and also while no
@@ -201,30 +196,33 @@ def find_pairs(need: RoutingNeed, view: RoutingView) -> list[Pair]:
     """
     if need.pools or view.only_pools:
         able = view.eligible_workers("prefill" if view.split else "decode", need)
-        return [(None, worker_state.name) for worker_state in able if worker_state.hello.pools]
+        return PairList((None, worker_state.name) for worker_state in able if worker_state.hello.pools)
     decode = view.eligible_workers("decode", need)
     if not view.split or need.bulk:
-        return [(None, worker_state.name) for worker_state in decode]
-    prefill = view.eligible_workers("prefill", need)
-    pairs: list[Pair] = [
-        (source.name, target.name)
-        for source in prefill
-        for target in decode
-        if source.name in target.links
-        and (need.kv_class is None or share_class(source.hello, target.hello, need.kv_class))
+        return PairList((None, worker_state.name) for worker_state in decode)
+    prefill = [
+        (worker_state.name, worker_state.hello) for worker_state in view.eligible_workers("prefill", need)
     ]
+    decode_links = [(worker_state.name, worker_state.links, worker_state.hello) for worker_state in decode]
+    pairs = PairList(
+        (source, target)
+        for source, source_hello in prefill
+        for target, links, target_hello in decode_links
+        if source in links
+        and (need.kv_class is None or share_class(source_hello, target_hello, need.kv_class))
+    )
     if pairs or not view.allow_local_prefill:
         return pairs
-    return [
+    return PairList(
         (None, target.name)
         for target in decode
         # Without an error for every prefill worker, a link may still come about any moment; but never without a class
         # that both have.
         if all(
-            source.name in target.link_errors or not share_class(source.hello, target.hello, need.kv_class)
-            for source in prefill
+            source in target.link_errors or not share_class(source_hello, target.hello, need.kv_class)
+            for source, source_hello in prefill
         )
-    ]
+    )
 
 
 class RankedPair(NamedTuple):
@@ -241,34 +239,35 @@ class RankedPair(NamedTuple):
         return ChosenPair(self.prefill or None, self.decode)
 
 
-def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> RankedPair | None:
-    """The pair with the least predicted wait among `among`, whose workers must be members; None if there is none."""
-    worker_states, found = view.fleet.workers, list(among)
-    decode_s = _decode_wait_s(_workers_named(worker_states, [target for _, target in found]), need, view)
-    prefill_workers = _workers_named(worker_states, [source for source, _ in found if source])
-    colocated = _workers_named(worker_states, [target for source, target in found if not source])
-    prefill_s = _prefill_wait_s(prefill_workers, need, view) | (
+def worker_waits(
+    need: RoutingNeed, view: RoutingView, pairs: PairList
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Predicted seconds that a request waits at each worker of the pairs: to be prefilled there, and to be decoded."""
+    worker_states = view.fleet.workers
+    decode_s = _decode_wait_s(_workers_named(worker_states, pairs.targets), need, view)
+    prefill_s = _prefill_wait_s(_workers_named(worker_states, pairs.sources), need, view) | (
         _local_prefill_wait_s
         if view.auto_local_prefill and not (need.bulk or need.pools)
         else _colocated_wait_s
-    )(colocated, need, view)
-    waits = [
-        RankedPair(
-            prefill_s[source or target]
-            + (transfer_s(source, target, need, view) if source else 0.0)
-            + decode_s[target],
-            source or "",
-            target,
-        )
-        for source, target in found
-    ]
-    best = min(waits, default=None)
+    )(_workers_named(worker_states, pairs.alone), need, view)
+    return prefill_s, decode_s
+
+
+def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> RankedPair | None:
+    """The pair with the least predicted wait among `among`, whose workers must be members; None if there is none."""
+    pairs = pair_list(among)
+    prefill_s, decode_s = worker_waits(need, view, pairs)
+    # No transfer takes less than no time: what is worse than the best even then is never the best.
+    least_s = [prefill_s[source or target] + decode_s[target] for source, target in pairs]
+    best: RankedPair | None = None
+    for bound_s, (source, target) in sorted(zip(least_s, pairs, strict=True), key=itemgetter(0)):
+        if best is not None and bound_s > best.wait_s:
+            break
+        moved_s = transfer_s(source, target, need, view) if source else 0.0
+        wait_s = prefill_s[source or target] + moved_s + decode_s[target]
+        ranked = RankedPair(wait_s, source or "", target)
+        best = ranked if best is None else min(best, ranked)
     return best if best is not None and best.wait_s < math.inf else None
-
-
-def local_prefill_pairs(found: Iterable[Pair]) -> list[Pair]:
-    """The decode workers of linked pairs, each as a pair by itself that does both prefill and decode."""
-    return [(None, name) for name in sorted({target for source, target in found if source is not None})]
 
 
 def choose_decode(
@@ -319,7 +318,7 @@ def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:
 
 
 def _workers_named(worker_states: Mapping[str, WorkerState], names: Iterable[str]) -> list[WorkerState]:
-    return [worker_states[name] for name in sorted(set(names))]
+    return [worker_states[name] for name in sorted(names)]
 
 
 def _prefill_wait_s(

@@ -8,10 +8,10 @@ and nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import takewhile
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.request import TOKEN_BYTES, token_bytes
@@ -80,7 +80,8 @@ class PrefixIndex:
     def count_shared(self, worker: str, chunks: ChunkNames, kv_class: str = RAW_CLASS) -> int:
         """How many of the leading chunks the worker is assumed to have cached in its pool of `kv_class`."""
         held = self._held.get(worker, {}).get(kv_class)
-        return sum(1 for _ in takewhile(held.__contains__, chunks)) if held else 0
+        # Who has a chunk has all before it, which are more recent: the first one that is missing is searched by halves.
+        return bisect_left(chunks, True, key=lambda name: name not in held) if held else 0
 
     def forget_worker(self, worker: str) -> None:
         """The worker's life is over, and its cache is gone with it."""

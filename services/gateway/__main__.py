@@ -36,8 +36,8 @@ from engine.model.checkpoint import DESCRIPTION_FILES, locate_folder, tokenizer_
 from router.requests.admission import Admission
 from router.requests.admission import AdmissionLimits as Openings
 from router.requests.relay import Relay
-from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
 from services.gateway.access_files import AccessFiles, open_access_files
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.app import build_app

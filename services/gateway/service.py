@@ -17,7 +17,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.request_ids import answer_id
 from diptych.request import BULK_PRIORITY
-from router.routing.kv_classes import ServedClasses
+from router.workers.kv_classes import ServedClasses
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.chat_format import ChatFormat
 from services.gateway.generation.completion_format import CompletionFormat

@@ -16,7 +16,7 @@ from diptych.messages import SILENCE_S
 from diptych.request import TERMINAL_STAGES
 from router.requests.continuable import can_continue
 from router.requests.request_state import RequestState
-from router.routing.kv_classes import holds_class
+from router.workers.kv_classes import holds_class
 from tests.simulation.event_queue import VirtualEventQueue
 from tests.simulation.gateway import TICK_S, VirtualClient
 from tests.simulation.process import VirtualProcess

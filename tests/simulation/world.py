@@ -23,8 +23,8 @@ from prefill_worker.worker import PrefillWorker
 from router.effects import WorkerCommand
 from router.requests.admission import Admission, AdmissionLimits
 from router.requests.relay import Relay
-from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
 from tests.simulation.channel import LEASE_S, VirtualNetwork
 from tests.simulation.dropping_model import undisturbed_kept_answer
 from tests.simulation.event_queue import VirtualEventQueue

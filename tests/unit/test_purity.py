@@ -18,7 +18,7 @@ PURE = {
     "router.requests.relay": (*HEAVY, "asyncio", "zmq"),
     "router.routing.policy": (*HEAVY, "asyncio", "zmq"),
     "router.requests.admission": (*HEAVY, "asyncio", "zmq"),
-    "router.routing.fleet": (*HEAVY, "asyncio", "zmq"),
+    "router.workers.fleet": (*HEAVY, "asyncio", "zmq"),
     "kvcache.allocator": (*HEAVY, "asyncio", "zmq"),
     "services.gateway.keys.key_rates": (*HEAVY, "asyncio", "zmq", "yaml"),
     "services.worker.vllm_process": (*HEAVY, "numba", "llvmlite", "pydantic"),

@@ -60,7 +60,7 @@ from planner.types import (
 from router.requests.admission import Admission
 from router.requests.admission import AdmissionLimits as Bounds
 from router.requests.relay import Relay
-from router.routing.fleet import Fleet
+from router.workers.fleet import Fleet
 
 NO_ADMISSION_BOUNDS = Bounds(max_requests=1 << 40, max_queued_tokens=1 << 50, max_wait_s=inf)
 # Shortest prompt, in tokens, on the curve from which the saturation length L_m is derived.

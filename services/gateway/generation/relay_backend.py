@@ -47,7 +47,7 @@ from router.effects import (
 )
 from router.requests.relay import Relay
 from router.routing.class_choice import ASKED, DEFAULT
-from router.routing.kv_classes import pool_size, saved_chunk_bytes
+from router.workers.kv_classes import pool_size, saved_chunk_bytes
 from services.gateway.generation.generation import SequenceSink
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents

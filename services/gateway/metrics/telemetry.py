@@ -28,7 +28,7 @@ from router.effects import (
     WorkerUp,
 )
 from router.requests.relay import ATTEMPT_MESSAGES, Relay
-from router.routing.kv_classes import holds_class, pool_size, saved_chunk_bytes
+from router.workers.kv_classes import holds_class, pool_size, saved_chunk_bytes
 from services.gateway.metrics.bulk import BulkTelemetry
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import FleetEvents

@@ -13,7 +13,7 @@ from diptych.chunks import AUTO_CLASS, CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import ADA, KEEP_ALL, KEEP_RULES, ZAP, KeepSpec
 from diptych.logs.shown_text import quote_text
-from router.routing.kv_classes import ServedClasses, names_class
+from router.workers.kv_classes import ServedClasses, names_class
 from services.gateway.openai.schemas.request_schema import GenerationFields, KeepOptions
 from services.gateway.openai.schemas.response_schema import KeepDetails, KvDetails
 from services.gateway.openai.validate import RequestRules, invalid_value_error, unsupported_error
@@ -91,7 +91,7 @@ def choose_keep_class(asked: str | None, classes: ServedClasses) -> str:
     While no worker is up it is `asked`, or `RAW_CLASS`: the request waits, or fails, like any other one.
 
     Args:
-        asked: the class that the request names, if any (`router.routing.kv_classes.names_class`).
+        asked: the class that the request names, if any (`router.workers.kv_classes.names_class`).
         classes: what the workers have.
 
     Raises:

@@ -17,8 +17,8 @@ from msgspec import structs
 from diptych.chunks import AUTO_CLASS
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import Grammar, SamplingParams, Tenancy
-from router.routing.kv_classes import ServedClasses, names_class
 from router.routing.prefix_index import ChunkNames, name_chunks
+from router.workers.kv_classes import ServedClasses, names_class
 from services.gateway.openai.keep_options import (
     choose_keep_class,
     choose_keep_rule,
@@ -94,7 +94,7 @@ class ResolvedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     obfuscate: bool = False
-    # The KV class that the request asks for, as its client wrote it (`router.routing.kv_classes.names_class`).
+    # The KV class that the request asks for, as its client wrote it (`router.workers.kv_classes.names_class`).
     kv: str | None = None
     # The client wrote none; `kv` is the class that a request gets then, because it evicts.
     default_kv: bool = False

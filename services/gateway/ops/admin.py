@@ -17,7 +17,7 @@ from diptych.errors import RequestError
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.logs.shown_text import quote_text
 from diptych.messages import Drain, SwitchRole
-from router.routing.fleet import WorkerState
+from router.workers.worker_state import WorkerState
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.http.error_response import JSON_TYPE
 from services.gateway.openai.parse_body import parse_body

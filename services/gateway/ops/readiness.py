@@ -24,8 +24,8 @@ from diptych.failure_statuses import RequestFailure
 from diptych.messages import Output
 from diptych.request import Pooling, Request, SamplingParams, Tenancy
 from router.effects import TelemetryEffect
-from router.routing.fleet import WorkerState
-from router.routing.kv_classes import can_exchange_kv, classes_of
+from router.workers.kv_classes import can_exchange_kv, classes_of
+from router.workers.worker_state import WorkerState
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.schemas.response_schema import KvDetails, Readiness

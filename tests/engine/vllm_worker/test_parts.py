@@ -13,8 +13,8 @@ from diptych.errors import ConfigError
 from diptych.messages import Hello
 from diptych.request import BANS, SEED
 from diptych.specs import WorkerSpec
-from router.routing.fleet import describe_mismatch
-from router.routing.kv_classes import can_exchange_kv
+from router.workers.fleet import describe_mismatch
+from router.workers.kv_classes import can_exchange_kv
 from services.gateway.status import describe_engine
 from services.worker.role_lifecycle import WorkerParts
 from services.worker.vllm_parts import build_parts

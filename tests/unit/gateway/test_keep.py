@@ -17,7 +17,7 @@ from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import ADA, FASTGEN, KEEP_ALL, ZAP, KeepSpec
 from diptych.messages import Offer, Output, Prefill, Pulled, Step
 from router.requests.relay import Relay
-from router.routing.kv_classes import ServedClasses
+from router.workers.kv_classes import ServedClasses
 from services.gateway.generation.answer_memory import AnswerMemory
 from services.gateway.generation.completion_format import CompletionFormat
 from services.gateway.generation.formats import ResponseHead

@@ -15,7 +15,7 @@ from diptych.messages import Heartbeat, Hello, Linked, WorkerStats
 from diptych.slo import Slo
 from router.effects import KvMoved, WorkerLost, WorkerSaid
 from router.requests.relay import Relay
-from router.routing.fleet import Fleet
+from router.workers.fleet import Fleet
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.recent_events import RecentErrors

@@ -7,7 +7,7 @@ from diptych.messages import (
     WorkerStats,
 )
 from router.effects import FleetChange
-from router.routing.fleet import Fleet
+from router.workers.fleet import Fleet
 from tests.unit.router.fake_deployment import make_hello
 
 

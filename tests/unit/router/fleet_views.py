@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from diptych.messages import Linked
-from router.routing.fleet import Fleet
+from router.requests.relay import Relay
 from router.routing.load_ledger import LoadLedger, WorkerLoad
-from router.routing.policy import (
-    RoutingView,
-)
+from router.routing.policy import ANY_POOLED, ANY_REQUEST, RoutingView, find_pairs
+from router.workers.fleet import Fleet
 from tests.unit.router.fake_deployment import make_hello
 
 
@@ -20,6 +19,16 @@ def fleet_of(*workers: str, links: dict[tuple[str, str], float] | None = None) -
     for (source, target), gb_per_s in (everywhere if links is None else links).items():
         fleet.on_message(target, Linked(source, f"{source}/1", "shm", gb_per_s, 5.0), 0.0)
     return fleet
+
+
+def assert_up_to_date(relay: Relay) -> None:
+    """What is remembered of the fleet and of the queue is what one would find by looking at each of them again."""
+    able = relay.capabilities
+    for need in (ANY_REQUEST, ANY_POOLED, *(state.need for state in relay.live.values())):
+        assert able.find_pairs(need) == find_pairs(need, able.view)
+    versions = {one for pair in relay.find_pairs() for one in able.versions_of(pair)}
+    assert able.served_versions() == versions
+    assert relay.queue.kinds == {state.kind for state in relay.queue}
 
 
 def view(fleet: Fleet, split: bool = True, **loads: WorkerLoad) -> RoutingView:

@@ -33,6 +33,7 @@ from router.requests.continuable import can_continue
 from router.requests.timers import LEASED_STAGES
 from router.routing.overdraft import MAX_HELD_SHARE
 from tests.unit.router.fake_deployment import LEASE_S, FakeDeployment
+from tests.unit.router.fleet_views import assert_up_to_date
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 MAX_TICK_S, PATIENCE_S = 0.5, 1.0
@@ -305,6 +306,10 @@ class RelayMachine(RuleBasedStateMachine):
             waits = live.request.stage is RequestStage.ADMITTED
             assert waits == (name in relay.queue) == (live.pair is None) == (name in self.world.waiting), name
             assert not (waits and live.holders), name
+
+    @invariant()
+    def what_is_remembered_of_the_fleet_is_true(self) -> None:
+        assert_up_to_date(self.world.relay)
 
     @invariant()
     def the_books_are_those_of_the_living(self) -> None:

@@ -13,9 +13,9 @@ from router.requests.request_state import sum_beside
 from router.routing import auto_class
 from router.routing.auto_class import AutoClasses, eligible_classes
 from router.routing.class_choice import ASKED, DEFAULT, LINK, POOL, PREFIX, QUALITY, RETURN_S, BesideNeed
-from router.routing.fleet import WorkerState
-from router.routing.kv_classes import AnswerVersion, names_class
 from router.routing.policy import seconds_per_unit
+from router.workers.kv_classes import AnswerVersion, names_class
+from router.workers.worker_state import WorkerState
 from tests.unit.router.fake_deployment import PAIR, FakeDeployment, make_hello, make_request
 
 LIGHT = "nuq4-1%.g128@aaaaaaaaaaaaaaaa"

@@ -18,7 +18,7 @@ from diptych.messages import (
 )
 from router.effects import RejectSession, SendMessage, WorkerDown, WorkerUnfit, WorkerUp
 from router.requests.relay import Relay
-from router.routing.fleet import LINK_RETRY_S, RIVAL_GRACE_S, Fleet, describe_mismatch
+from router.workers.fleet import LINK_RETRY_S, RIVAL_GRACE_S, Fleet, describe_mismatch
 from tests.unit.router.fake_deployment import make_hello
 from tests.unit.router.fleet_messages import beat, kinds, met
 

@@ -8,7 +8,7 @@ from msgspec import structs
 from diptych.eviction_spec import KeepSpec
 from diptych.messages import Admit, Generate, Prefill
 from router.effects import ClockTick, FailRequest, RequestArrived
-from router.routing.kv_classes import can_evict, keep_classes_of_pair
+from router.workers.kv_classes import can_evict, keep_classes_of_pair
 from tests.unit.router.fake_deployment import (
     PAIR,
     RECOVERY_S,

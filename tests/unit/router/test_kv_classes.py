@@ -15,8 +15,11 @@ from router.effects import (
     WorkerUnfit,
 )
 from router.routing.credits import pairs_with_credit
-from router.routing.fleet import Fleet
-from router.routing.kv_classes import (
+from router.routing.load_ledger import LoadLedger, WorkerLoad
+from router.routing.policy import RoutingNeed, RoutingView, find_pairs, transfer_s
+from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
+from router.workers.kv_classes import (
     AnswerVersion,
     can_exchange_kv,
     class_is_gone,
@@ -24,9 +27,6 @@ from router.routing.kv_classes import (
     pool_size,
     shared_classes,
 )
-from router.routing.load_ledger import LoadLedger, WorkerLoad
-from router.routing.policy import RoutingNeed, RoutingView, find_pairs, transfer_s
-from router.routing.prefix_index import PrefixIndex
 from tests.unit.router.fake_deployment import (
     PAIR,
     FakeDeployment,

@@ -8,7 +8,6 @@ import pytest
 
 from diptych.messages import Generate, Output, Prefill, Step, WorkerStats
 from router.effects import ChosenPair, PrefilledLocally
-from router.routing.fleet import Fleet
 from router.routing.load_ledger import WorkerLoad
 from router.routing.policy import (
     SOONER,
@@ -16,8 +15,8 @@ from router.routing.policy import (
     RoutingView,
     choose_pair,
     find_pairs,
-    local_prefill_pairs,
 )
+from router.workers.fleet import Fleet
 from tests.unit.router.fake_deployment import PAIR, FakeDeployment, linked_deployment, messages_to
 from tests.unit.router.fleet_views import fleet_of, view
 
@@ -38,7 +37,7 @@ def measured() -> Fleet:
 def picked(looked: RoutingView, tpot_s: float | None = None, auto: bool = True) -> ChosenPair | None:
     looked = dataclasses.replace(looked, auto_local_prefill=auto, tpot_s=tpot_s)
     found = find_pairs(LONG, looked)
-    best = choose_pair(LONG, looked, found + local_prefill_pairs(found))
+    best = choose_pair(LONG, looked, found.with_local)
     return None if best is None else best.pair
 
 

@@ -12,7 +12,6 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Heartbeat, WorkerStats
 from router.effects import ChosenPair
 from router.routing.credits import pairs_with_credit
-from router.routing.fleet import Fleet
 from router.routing.load_ledger import IDLE_LOAD, LoadLedger, WorkerLoad
 from router.routing.policy import (
     INITIAL_ANSWER_TOKENS,
@@ -24,6 +23,7 @@ from router.routing.policy import (
 )
 from router.routing.policy import choose_pair as best
 from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
 from tests.unit.router.fleet_views import fleet_of, view
 
 NEED = RoutingNeed(prompt_tokens=100, room_tokens=200)

@@ -11,7 +11,7 @@ from diptych.channel.hub import ChannelHub
 from diptych.messages import Drain
 from diptych.slo import Slo
 from router.requests.relay import Relay
-from router.routing.fleet import MAX_UNFIT, RIVAL_GRACE_S, Fleet
+from router.workers.fleet import MAX_UNFIT, RIVAL_GRACE_S, Fleet
 from services.gateway.generation.relay_backend import RelayBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.ops.readiness import CanaryProber

@@ -293,11 +293,12 @@ def test_versions_do_not_wait_for_each_other() -> None:
         hello = msgspec.structs.replace(world.workers[name].hello, fingerprint="g", link="new")
         world.say(name, hello)
     world.link("decode-1", "prefill-1")
-    world.relay.fleet.workers["prefill-1"].draining = True
+    fleet = world.relay.fleet
+    fleet.start_draining("prefill-1", accepts_pending=False)
     world.arrive("f1", prompt=300, max_tokens=100)
     through(world, "f1", finish=None)
-    world.relay.fleet.workers["prefill-1"].draining = False
-    world.relay.fleet.workers["prefill-0"].draining = True
+    fleet.workers["prefill-1"].draining = False
+    fleet.start_draining("prefill-0", accepts_pending=False)
     world.arrive("g1", prompt=10, max_tokens=10)
     assert world.relay.live["g1"].pair == ChosenPair("prefill-1", "decode-1")
     world.fail("decode-0", ("f1", 0), "draining")

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.messages import SILENCE_S, Heartbeat, WorkerStats
 from router.effects import ChosenPair, ClientGone, ClockTick
-from router.routing.liveness import QUIET_AFTER_S
+from router.workers.liveness import QUIET_AFTER_S
 from tests.unit.router.fake_deployment import FakeDeployment
 
 TICK_S = 0.1

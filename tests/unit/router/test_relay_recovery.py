@@ -21,8 +21,8 @@ from router.effects import (
 from router.requests.attempts import MAX_LOSSES
 from router.requests.grace import WorkerGrace
 from router.requests.quarantine import CLEAR_TOKENS, MAX_EXCUSED_KILLS
-from router.routing.kv_classes import AnswerVersion
 from router.routing.policy import NO_LINK, NO_PREFILL
+from router.workers.kv_classes import AnswerVersion
 from tests.unit.router.fake_deployment import (
     PAIR,
     RECOVERY_S,

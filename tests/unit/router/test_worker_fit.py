@@ -10,8 +10,8 @@ from msgspec import structs
 from diptych.messages import Hello
 from diptych.request import CONTINUED, TRAITS
 from router.effects import WorkerUnfit, WorkerUp
-from router.routing.fleet import Fleet
-from router.routing.worker_fit import find_misfit
+from router.workers.fleet import Fleet
+from router.workers.worker_fit import find_misfit
 from tests.unit.router.fake_deployment import make_hello
 
 POOL = (64, 1 << 20)

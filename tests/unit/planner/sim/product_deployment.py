@@ -45,8 +45,8 @@ from router.effects import (
 )
 from router.requests.admission import Admission
 from router.requests.relay import Relay
-from router.routing.fleet import Fleet
 from router.routing.prefix_index import PrefixIndex
+from router.workers.fleet import Fleet
 from tests.simulation.virtual_model import LAYOUT, VirtualMemory, toy_layout
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 

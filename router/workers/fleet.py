@@ -18,7 +18,7 @@ KV repeatedly arrived corrupt is not used for a while.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -31,17 +31,17 @@ from diptych.messages import (
     OpenTransport,
     Peer,
     Unpeer,
-    WorkerStats,
 )
 from router.effects import FleetChange, RejectSession, SendMessage, WorkerDown, WorkerUnfit, WorkerUp
-from router.routing.kv_classes import (
+from router.workers.kv_classes import (
     can_exchange_kv,
     classes_of,
     shared_classes,
 )
-from router.routing.liveness import LivenessMonitor
-from router.routing.previous_lives import PreviousLives
-from router.routing.worker_fit import find_misfit
+from router.workers.liveness import LivenessMonitor
+from router.workers.previous_lives import PreviousLives
+from router.workers.worker_fit import find_misfit
+from router.workers.worker_state import KvLink, WorkerState
 
 ROLES = ("prefill", "decode")
 # Seconds between two attempts to make a link, since the obstacle may be gone by then.
@@ -54,56 +54,6 @@ RIVAL_GRACE_S = 2.0
 MAX_UNFIT = 64
 # A link is not used for `LINK_RETRY_S` after this many corrupt transfers within this many seconds.
 CORRUPT_TIMES, CORRUPT_WITHIN_S = 3, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class KvLink:
-    """A decode worker's measured link to one life of a prefill worker."""
-
-    incarnation: str
-    transport: str
-    gb_per_s: float
-    latency_us: float
-
-
-@dataclass(slots=True)
-class WorkerState:
-    """One living worker. `links` (of decode workers) are by prefill worker.
-
-    `link_errors` say why a link could not be made, `link_retry_s` when it is tried again. `ended` is how the worker's
-    previous life ended, if known: "crashed", "killed", "alive" (the process is the same), or "".
-
-    No request starts at a worker that is `draining`. While it also `accepts_pending`, the order to drain has not been
-    sent (`router.requests.draining`): requests that are on their way to it may still arrive.
-    """
-
-    hello: Hello
-    seen_s: float
-    stats: WorkerStats = field(init=False)
-    ended: str = ""
-    draining: bool = False
-    accepts_pending: bool = False
-    links: dict[str, KvLink] = field(default_factory=dict)
-    link_errors: dict[str, str] = field(default_factory=dict)
-    link_retry_s: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Until the first heartbeat: the pool's size is known, and nothing is held.
-        self.stats = WorkerStats(slabs_total=self.hello.num_slabs)
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self.hello.worker
-
-    @property
-    def role(self) -> str:
-        """Its role in this life: "prefill" or "decode"."""
-        return self.hello.role
-
-    def stop_accepting(self) -> None:
-        """The worker itself reports that it takes no new requests."""
-        self.draining, self.accepts_pending = True, False
 
 
 @dataclass(slots=True)
@@ -133,9 +83,11 @@ class Fleet:
     def __init__(
         self, lost_s: float = SILENCE_S, stuck_s: float = 6.0, tokenizer: str = "", kv_keep: float = 1.0
     ) -> None:
-        """`tokenizer` and `kv_keep` are those of the gateway (`router.routing.worker_fit.find_misfit`)."""
+        """`tokenizer` and `kv_keep` are those of the gateway (`router.workers.worker_fit.find_misfit`)."""
         self.lost_s, self.stuck_s, self.tokenizer, self.kv_keep = lost_s, stuck_s, tokenizer, kv_keep
         self.workers: dict[str, WorkerState] = {}
+        # Grows with every change of what the members can serve: who is one, drains, is linked, and its Hello.
+        self.version = 0
         # Number of links that were dropped because of corrupt KV.
         self.links_given_up = 0
         self._previous_lives = PreviousLives(self.workers)
@@ -182,11 +134,22 @@ class Fleet:
             return []
         worker_state.seen_s, worker_state.stats = now_s, heartbeat.stats
         if heartbeat.stats.draining:
-            worker_state.stop_accepting()
+            self.stop_accepting(worker)
         if still_s < self.stuck_s:
             return self._reject_rival(worker_state, now_s)
         self._stuck[worker] = None
         return self.remove_worker(worker, f"its engine has been stuck for {still_s:.0f} s")
+
+    def start_draining(self, worker: str, accepts_pending: bool) -> None:
+        """No request starts at this member any more. With `accepts_pending`, those that are on their way may arrive."""
+        self.workers[worker].draining, self.workers[worker].accepts_pending = True, accepts_pending
+        self.version += 1
+
+    def stop_accepting(self, worker: str) -> None:
+        """A member itself reports that it takes no new requests."""
+        worker_state = self.workers[worker]
+        if not worker_state.draining or worker_state.accepts_pending:
+            self.start_draining(worker, accepts_pending=False)
 
     def mark_seen(self, worker: str, now_s: float) -> bool:
         """Note that the worker is alive, since a message of it arrived; False if it is not a member."""
@@ -248,6 +211,7 @@ class Fleet:
             again = known.hello.incarnation == hello.incarnation
             changes += self._remove_worker(hello.worker, "its link broke" if again else "it has restarted")
         self._previous_lives.begin_life(hello)
+        self.version += 1
         worker_state = self.workers[hello.worker] = WorkerState(hello, now_s, ended=self._previous_end(hello))
         self._stuck.pop(hello.worker, None)
         self._unfit.pop(hello.worker, None)
@@ -302,6 +266,7 @@ class Fleet:
 
     def _on_transport_opened(self, source: WorkerState, opened: Opened, now_s: float) -> list[FleetChange]:
         """A prefill worker has opened another transport: decode workers that could not reach it try again."""
+        self.version += 1
         if opened.error:
             why = f"{opened.transport}: {opened.error}"
             for decode in self.workers_of("decode"):
@@ -319,6 +284,7 @@ class Fleet:
 
     def _on_linked(self, decode: WorkerState, linked: Linked, now_s: float) -> list[FleetChange]:
         """Record a decode worker's measured link, or why it has none; ask for a transport if that would help."""
+        self.version += 1
         source = self.workers.get(linked.peer)
         if source is None or source.hello.incarnation != linked.incarnation or source.role != "prefill":
             return []
@@ -346,8 +312,8 @@ class Fleet:
 
     def _remove_worker(self, worker: str, reason: str) -> list[FleetChange]:
         """Remove a member with its links, and tell decode workers that it is gone."""
-        worker_state = self.workers[worker]
-        del self.workers[worker]
+        worker_state = self.workers.pop(worker)
+        self.version += 1
         for name in self._previous_lives.end_life(worker_state.hello, worker_state.draining):
             self._stuck.pop(name, None)
         for pair in [pair for pair in self._corrupt_s if worker in pair]:
@@ -373,6 +339,7 @@ class Fleet:
         if len(times_s) == CORRUPT_TIMES and now_s - times_s[0] <= CORRUPT_WITHIN_S:
             times_s.clear()
             self.links_given_up += 1
+            self.version += 1
             _drop_link(decode, source)
             decode.link_errors[source] = (
                 f"KV came out corrupt {CORRUPT_TIMES} times; not used for {LINK_RETRY_S:g} s"
@@ -408,10 +375,7 @@ class Fleet:
 
     def workers_of(self, role: str) -> list[WorkerState]:
         """Living members of a role, sorted by name."""
-        workers = self.workers
-        return [
-            worker_state for name in sorted(workers) if (worker_state := workers[name]).hello.role == role
-        ]
+        return [self.workers[name] for name in sorted(self.workers) if self.workers[name].role == role]
 
     def linked_pairs(self) -> list[tuple[str, str]]:
         """Linked (prefill, decode) pairs without draining workers, sorted by name."""

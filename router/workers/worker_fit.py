@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.chunks import AUTO_CLASS
 from diptych.messages import Hello
 from diptych.request import CONTINUED
-from router.routing.kv_classes import classes_of
+from router.workers.kv_classes import classes_of
 
 
 def find_misfit(hello: Hello, tokenizer: str = "", kv_keep: float = 1.0) -> str | None:

@@ -1,6 +1,6 @@
 """What the gateway itself costs: processor time per token and per request, over that of a bare server.
 
-    python -m benchmarks.gateway [--json] [--short] [--rounds 7] [--seconds 4] [--streams 16] [--beat-ms 10]
+    python -m benchmarks.gateway [--json] [--short] [--parts PART ...] [--rounds 7] [--seconds 4] [--streams 16]
 
 The gateway is the real process with its real sockets; its two workers are scripts, which send the next token of every
 stream at each beat. Beside it runs one uvloop protocol that writes the same bytes to the same client at the same beats
@@ -11,10 +11,17 @@ requests also that of its preparers.
     request_ratio   the same per request of one token, of `--streams` clients that each ask again at once
     *_us            the gateway's and the bare server's microseconds (of this machine)
     *_range         of the ratios of all rounds
+
+The part `large` runs the relay alone (`benchmarks/gateway_parts/large_fleet.py`): 1,000 streams, 10,000 waiting prompts
+of 128 k tokens, as many known chunks as the workers' indexes take, up to 10^6.
+
+    decide_ratio    processor time per request with 32 and 32 workers, over that with 2 and 2
+    stall_ratio     the same of the longest event but for one in a thousand
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -24,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,7 @@ import psutil
 import uvloop
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.gateway_parts.large_fleet import FleetShape, LargeFleet
 from benchmarks.gateway_parts.paced_worker import CONTEXT_TOKENS, LongPuppet, PacedWorker
 from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import StampedStream
@@ -43,6 +51,10 @@ from tests.support.waiting import wait_for
 
 BODY: dict[str, Any] = {"model": "toy", "prompt": "x", "temperature": 0, "ignore_eos": True}
 START_S, LONG = 60.0, CONTEXT_TOKENS // 2
+# Of the part `large`, but for the number of workers; and the requests of a round.
+LARGE = FleetShape(0, streams=1000, waiting=10_000, prompt_tokens=1 << 17, known_chunks=1_000_000)
+SMALLER = FleetShape(0, streams=100, waiting=1000, prompt_tokens=1 << 14, known_chunks=100_000)
+DECIDED = 100
 
 
 @dataclass(frozen=True)
@@ -147,18 +159,11 @@ def compare(
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = figure_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a round and server")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--beat-ms", type=float, default=10.0, help="between two tokens of a stream")
-    add_short_form(parser, rounds=3, seconds=2.0)
-    options = parser.parse_args()
+def measure_sockets(options: argparse.Namespace) -> dict[str, Any]:
+    """The part `sockets`: the cost of tokens and requests."""
     beat_s = options.beat_ms / 1e3
     with scripted_gateway(beat_s) as gateway, bare_server(beat_s, record_answer(gateway.port)) as bare:
-        figures = compare(
+        return compare(
             "token",
             lambda server: uvloop.run(cost_per_token(server, options.streams, options.seconds)),
             gateway, bare, options.rounds,
@@ -167,6 +172,51 @@ def main() -> None:
             lambda server: uvloop.run(cost_per_request(server, options.streams, options.seconds)),
             gateway, bare, options.rounds,
         )  # fmt: skip
+
+
+def measure_large(options: argparse.Namespace) -> dict[str, Any]:
+    """The part `large`: what a decision costs where there are many workers."""
+    shape = LARGE if not options.small_fleet else SMALLER
+    few, many = (LargeFleet(replace(shape, workers=workers)) for workers in (2, 32))
+    for fleet in (few, many):
+        fleet.fill()
+    requests, stalls, found = list[float](), list[float](), list[tuple[float, float]]()
+    for _ in range(options.rounds):
+        for fleet in (few, many):
+            fleet.measure(DECIDED)
+        requests.append(many.request_s / few.request_s)
+        stalls.append(many.longest_s / few.longest_s)
+        found.append((few.request_s, many.request_s))
+    few_s, many_s = (statistics.median(column) for column in zip(*found, strict=True))
+    return {
+        "decide_ratio": round(statistics.median(requests), 2),
+        "decide_range": [round(min(requests), 2), round(max(requests), 2)],
+        "stall_ratio": round(statistics.median(stalls), 2),
+        "decide_us": [round(1e6 * few_s, 1), round(1e6 * many_s, 1)],
+        "known_chunks": [len(few.relay.index), len(many.relay.index)],
+        "waiting": [len(few.relay.queue), len(many.relay.queue)],
+    }
+
+
+PARTS = {"sockets": measure_sockets, "large": measure_large}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = figure_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a round and server")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--beat-ms", type=float, default=10.0, help="between two tokens of a stream")
+    parser.add_argument(
+        "--small-fleet", action="store_true", help="a tenth of the streams and prompts of `large`"
+    )
+    add_short_form(parser, rounds=3, seconds=2.0, small_fleet=True)
+    options = parser.parse_args()
+    figures = dict[str, Any]()
+    for part in options.parts:
+        figures |= PARTS[part](options)
     print_figures(figures, options, "rounds", "seconds", "streams", "beat_ms")
 
 

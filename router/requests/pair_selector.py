@@ -132,7 +132,7 @@ class PairSelector:
         it would use there, so that later requests in the queue do not take the room it waits for. Requests of other
         classes may. A quiet worker (silent lately) counts as having no room.
         """
-        name, need = state.request.id, replace(state.need, underserved=behind)
+        name, need = state.request.id, replace(state.need, underserved=True) if behind else state.need
         allowed = found = found.with_local if self.auto_local_prefill else found
         if state.failed_workers:
             least = min((len(state.failed_workers & workers_of_pair(pair)) for pair in found), default=0)

@@ -8,6 +8,7 @@ never a URL that was put together from headers.
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -74,6 +75,7 @@ class AuthMiddleware:
         return RequestFailure(FailureReason.INVALID_API_KEY, message)
 
 
+@lru_cache(maxsize=32)
 def is_loopback(host: str) -> bool:
     """Whether a host name or an IP address denotes this machine's loopback interface."""
     if host == "localhost" or host.endswith(".localhost"):

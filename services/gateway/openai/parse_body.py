@@ -47,7 +47,8 @@ def parse_body(body: bytes, kind: type[T], max_depth: int, ignored: list[str] | 
     Raises:
         RequestError: 400, with the field at fault in `param`.
     """
-    if json_depth(body) > max_depth:
+    # Few brackets cannot nest deeply.
+    if body.count(b"[") + body.count(b"{") > max_depth and json_depth(body) > max_depth:
         raise _invalid_json_error(f"the JSON body is nested deeper than {max_depth} levels")
     try:
         return _decode(body, kind)

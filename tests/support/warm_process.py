@@ -40,14 +40,19 @@ EARLY = (
     "GLIBC_",
     "PYTHON",
 )
+# The parts of a deployment are given these. The server has imported by then, and streams of forked programs are
+# written through.
+KNOWN = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 # Far beyond what a fork takes, in seconds.
 ANSWER_S = 60.0
 _lock = threading.Lock()
 
 
 def early_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that a program cannot be given after its imports."""
-    return {name: value for name, value in environ.items() if name.startswith(EARLY)}
+    """Those variables that a program cannot be given after its imports; of the import path what is not ours."""
+    early = {name: value for name, value in environ.items() if name.startswith(EARLY) and name not in KNOWN}
+    paths = [path for path in early.pop("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
+    return early | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class WarmServer:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from services.host.child_environment import child_environment
+from tests.support.terminal import clean_environ
 from tests.support.warm_process import WarmProcess, WarmServer
 
 PROBE = [sys.executable, "-m", "tests.support.warm_probe", "one", "two"]
@@ -46,7 +48,21 @@ def test_a_forked_program_is_a_child_with_its_own_environment_folder_and_session
     assert len(usual["descriptors"]) == 4
 
 
-@pytest.mark.parametrize("more", [{"env": {**os.environ, "NUMBA_CACHE_DIR": "/nowhere"}}, {"pass_fds": [2]}])
+def test_the_parts_of_a_deployment_are_forked() -> None:
+    environ = child_environment(1, clean_environ())
+    found = probe(env=environ)
+    assert found["forked"] and found["environ"] == environ
+
+
+FRESH: list[dict[str, Any]] = [
+    {"env": {**os.environ, "NUMBA_CACHE_DIR": "/nowhere"}},
+    {"env": {**os.environ, "PYTHONHASHSEED": "1"}},
+    {"env": {**os.environ, "PYTHONPATH": "/nowhere"}},
+    {"pass_fds": [2]},
+]
+
+
+@pytest.mark.parametrize("more", FRESH)
 def test_what_must_be_given_to_a_fresh_interpreter_gets_one(more: dict[str, Any]) -> None:
     assert not probe(**more)["forked"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
-from planner.types import LinkSpec, StepBatch
+from planner.types import CostModel, LinkSpec, StepBatch
 
 CostLine = tuple[float, float, float]
 # Measured time / predicted time, by kind of step and by size class (`step_size_class` gives both indices).
@@ -88,6 +88,22 @@ class StepCost:
         """Seconds for which the step occupies one stage (see `CostModel`)."""
         work = self.work_s(batch)
         return work / self.pp + self.hop_s if self.pp > 1 and work else work
+
+
+@dataclass(frozen=True, slots=True)
+class CostWithOverhead:
+    """A step cost plus `extra_s` seconds per step for the engine's own work, as measured in a profile."""
+
+    cost: CostModel
+    extra_s: float
+
+    def step_s(self, batch: StepBatch) -> float:
+        """Seconds of a step, overhead included."""
+        return self.cost.step_s(batch) + self.extra_s
+
+    def stage_s(self, batch: StepBatch) -> float:
+        """Seconds in the slowest stage, overhead included."""
+        return self.cost.stage_s(batch) + self.extra_s
 
 
 def step_size_class(batch: StepBatch) -> tuple[int, int]:

@@ -16,7 +16,9 @@ from typing import Protocol
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.slo import Slo, Slos, strictest_slo
+from planner.placement.array_bounds import ArrayDemand
 from planner.placement.trial import EPSILON, Trial
+from planner.sim.fast.compiled import cost_row
 from planner.types import (
     BOTH,
     DECODE,
@@ -135,6 +137,8 @@ def rate_bounds(trial: Trial, site: PlacementSite, placement: Placement) -> dict
         return {}
     prefill_pool = next(placement.role(PREFILL, BOTH))
     decode_pool = next(placement.role(DECODE, BOTH))
+    if (quick := _array_demand(trial, site, placement, prefill_pool, decode_pool)) is not None:
+        return _array_bounds(quick, site, prefill_pool, decode_pool)
     alone = _unloaded_bounds(trial, site, placement, prefill_pool, decode_pool)
     if min(alone.values()) <= 0.0:
         return {name: rate for name, rate in alone.items() if rate <= 0.0}
@@ -150,6 +154,54 @@ def rate_bounds(trial: Trial, site: PlacementSite, placement: Placement) -> dict
     }
     if prefill_pool is not decode_pool:
         found["link"] = _link_bound(demand, site, placement, prefill_pool, decode_pool)
+    return found
+
+
+def _array_demand(
+    trial: Trial,
+    site: PlacementSite,
+    placement: Placement,
+    prefill_pool: InstancePool,
+    decode_pool: InstancePool,
+) -> ArrayDemand | None:
+    """The demand of many requests; None if there are few, or other classes of KV or costs than arrays are for."""
+    prefill, decode = site.cost(prefill_pool), site.cost(decode_pool)
+    plain = len(site.kv_classes) == 1 and site.kv_classes[0].room == 1.0 and site.keep is None
+    if not plain or cost_row(prefill) is None or cost_row(decode) is None:
+        return None
+    arrays = trial.arrays()
+    if arrays is None:
+        return None
+    counts = trial.counted()
+    slos = [trial.slo(kind) for kind in arrays.kinds]
+    needs = [_needed_count(slo, counts[kind]) for kind, slo in zip(arrays.kinds, slos, strict=True)]
+    link = None if prefill_pool is decode_pool else site.link(placement)
+    room = min(site.kv_tokens(prefill_pool), site.kv_tokens(decode_pool))
+    return ArrayDemand(arrays, slos, needs, prefill, decode, link, site.token_bytes, room)
+
+
+def _array_bounds(
+    quick: ArrayDemand, site: PlacementSite, prefill_pool: InstancePool, decode_pool: InstancePool
+) -> dict[str, float]:
+    alone = quick.alone()
+    if min(alone.values()) <= 0.0:
+        return {name: rate for name, rate in alone.items() if rate <= 0.0}
+    first_s, late_s = (seconds * quick.arrays.num_samples for seconds in quick.after_s())
+    demand = LeastDemand({}, {}, quick.arrays.span_s, first_s, late_s)
+    prefill_s = quick.prefill_s(site.cost(prefill_pool).stage_s(StepBatch(1, 1.0)))
+    rows, context = quick.decoded()
+    decode_s = _decode_seconds(site, decode_pool, rows, context, context)
+    found = _phase_bounds(demand, prefill_pool, decode_pool, prefill_s, decode_s)
+    room = site.kv_tokens(decode_pool)
+    found["kv"] = (
+        NO_LIMIT
+        if math.isinf(room)
+        else demand.rate(quick.held() / (room * decode_pool.count), demand.late_s)
+    )
+    if prefill_pool is not decode_pool:
+        found["link"] = demand.rate(
+            quick.moved_s() / min(prefill_pool.count, decode_pool.count), demand.late_s
+        )
     return found
 
 
@@ -282,6 +334,16 @@ def _compute_bounds(
     """The rates at which prefill and decode (or compute, for colocated instances) are fully used."""
     prefill_s = demand.least(_prefill_work(site, site.cost(prefill_pool)))
     decode_s = _least_decode_s(demand, site, decode_pool)
+    return _phase_bounds(demand, prefill_pool, decode_pool, prefill_s, decode_s)
+
+
+def _phase_bounds(
+    demand: LeastDemand,
+    prefill_pool: InstancePool,
+    decode_pool: InstancePool,
+    prefill_s: float,
+    decode_s: float,
+) -> dict[str, float]:
     if prefill_pool is decode_pool:
         return {"compute": demand.rate((prefill_s + decode_s) / prefill_pool.count, demand.late_s)}
     return {
@@ -298,7 +360,6 @@ def _prefill_work(site: PlacementSite, cost: CostModel) -> Callable[[Job], float
 
 def _least_decode_s(demand: LeastDemand, site: PlacementSite, decode_pool: InstancePool) -> float:
     """Least seconds of the slowest stage to decode all tokens after the first, with the cheapest batch size per row."""
-    cost, kv_tokens = site.cost(decode_pool), site.kv_tokens(decode_pool)
     rows = demand.least(lambda job: job.output - 1)
 
     def decoded(job: Job) -> float:
@@ -307,6 +368,14 @@ def _least_decode_s(demand: LeastDemand, site: PlacementSite, decode_pool: Insta
 
     context = demand.least(lambda job: decoded(job) * site.kv_class(job).work.context)
     held = demand.least(lambda job: decoded(job) * site.kv_size(job))
+    return _decode_seconds(site, decode_pool, rows, context, held)
+
+
+def _decode_seconds(
+    site: PlacementSite, decode_pool: InstancePool, rows: float, context: float, held: float
+) -> float:
+    """Least seconds of so many rows, tokens of context and tokens held over all decode steps."""
+    cost, kv_tokens = site.cost(decode_pool), site.kv_tokens(decode_pool)
     if rows <= 0.0:
         return 0.0
     # Mean context of a row over all decode steps, in tokens as they cost, and in tokens as they are held.

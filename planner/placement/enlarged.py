@@ -6,8 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from planner.placement.bounds import PlacementSite
+from planner.placement.bounds import PlacementSite, saturation_rates
+from planner.placement.problem import Problem
+from planner.placement.search import measure_goodput
 from planner.types import CostModel, InstancePool, LinkSpec, Parallelism, Placement, StepBatch
+
+RESOURCES = ("prefill", "decode", "link", "memory")
+RESOURCE_GROWTH = 1.25  # factor by which a resource is enlarged to see whether goodput grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,31 @@ def enlarge_resource(site: PlacementSite, resource: str, by: float) -> Placement
         return made[key]
 
     return replace(site, cost=cost)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """Mean utilisation of a resource at a candidate's rate, and relative `gain` of goodput from 25 % more of it."""
+
+    resource: str
+    utilisation: float | None
+    gain: float
+
+
+def resource_uses(
+    problem: Problem, placement: Placement, searched_rps: float, rate_rps: float
+) -> tuple[ResourceUse, ...]:
+    """Utilisation of each resource of a deployment at a rate, and the gain in goodput from 25 % more of it."""
+    trial = problem.trial(placement)
+    jobs = [job for sample in trial.samples for job in sample]
+    full = saturation_rates(problem.site, jobs, problem.slos, placement)
+    base = measure_goodput(trial, placement, searched_rps)
+    found = []
+    for resource in RESOURCES:
+        if resource == "link" and placement.colocated:
+            continue
+        larger = problem.again(trial, enlarge_resource(problem.site, resource, RESOURCE_GROWTH))
+        gain = measure_goodput(larger, placement, base) / base - 1.0 if base else 0.0
+        carried = full.get(resource, full.get("compute") if resource in ("prefill", "decode") else None)
+        found.append(ResourceUse(resource, rate_rps / carried if carried else None, gain))
+    return tuple(found)

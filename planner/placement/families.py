@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from planner.placement import candidates
@@ -28,6 +28,8 @@ from planner.types import InstancePool, Placement
 
 FINALISTS_PER_FAMILY = 2
 MAX_HYBRIDS = 6
+# Least requests, and least seconds of traffic, of a run for a first answer.
+FIRST_REQUESTS, FIRST_S = 600, 5.0
 MAX_PAIRED = 6
 # Colocated units with stages stay in the search if they are within this share of the best, since the exact simulator
 # may prefer them.
@@ -251,6 +253,24 @@ class FamilySearch:
             placement,
             rate,
         )
+
+
+def first_answer(problem: Problem) -> Finalist | None:
+    """What short runs of one seed suggest, within a second or two; None if no placement meets the SLOs in them, or the
+    search itself has no longer ones.
+    """
+    if problem.requests <= FIRST_REQUESTS and problem.span_s <= FIRST_S:
+        return None
+    quick = replace(
+        problem, seeds=1, requests=min(problem.requests, FIRST_REQUESTS), span_s=min(problem.span_s, FIRST_S),
+        families=tuple(family for family in problem.families if family != "hybrid") or problem.families,
+        verified=False,
+    )  # fmt: skip
+    found = sorted(
+        FamilySearch(quick).finalists(),
+        key=lambda one: (-one.expected_rps, quick.weight(one.placement), str(one.placement)),
+    )
+    return found[0] if found else None
 
 
 def has_stages(placement: Placement) -> bool:

@@ -14,14 +14,16 @@ from planner.costs.kv.classes import whole_request
 from planner.costs.kv.eviction import DecidingCost
 from planner.costs.model import ModelDims
 from planner.costs.profile import CostProfile
+from planner.costs.step import CostWithOverhead
 from planner.hardware import Device
 from planner.kv_links import choose_kv_link
 from planner.placement import candidates
 from planner.placement.bounds import PlacementSite, rate_bounds, saturation_rates
 from planner.placement.candidates import ClusterGrid
 from planner.placement.packing import assign_nodes, device_groups
-from planner.placement.trial import WARMUP, SimulationEffort, Trial
+from planner.placement.trial import WARMUP, JobDraws, JobSample, SimulationEffort, Trial
 from planner.sim.fast import cluster
+from planner.sim.fast.compiled import CompiledCluster, compile_cluster
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import (
     BOTH,
@@ -37,7 +39,6 @@ from planner.types import (
     LinkSpec,
     Parallelism,
     Placement,
-    StepBatch,
 )
 from planner.workload.workload import JobSource
 
@@ -213,23 +214,19 @@ class Problem:
         )
 
     @cached_property
-    def _drawn(self) -> dict[tuple[int, int], tuple[tuple[Job, ...], ...]]:
-        return {}  # the samples drawn so far, by (number of requests, first seed)
+    def _drawn(self) -> JobDraws:
+        return JobDraws(self.source, self.cv)
 
     @cached_property
     def effort(self) -> SimulationEffort:
         """Counts the simulations of all trials of this problem."""
         return SimulationEffort()
 
-    def samples(self, requests: int, first_seed: int = 0) -> tuple[tuple[Job, ...], ...]:
+    def samples(self, requests: int, first_seed: int = 0) -> tuple[JobSample, ...]:
         """One sample per seed, at one request per second. A longer sample of a seed begins with its shorter one."""
-        key = (requests, first_seed)
-        if key not in self._drawn:
-            seeds = range(first_seed, first_seed + self.seeds)
-            self._drawn[key] = tuple(
-                tuple(self.source.sample(requests, 1.0, seed, self.cv)) for seed in seeds
-            )
-        return self._drawn[key]
+        return tuple(
+            self._drawn.sample(requests, seed) for seed in range(first_seed, first_seed + self.seeds)
+        )
 
     def kinds(self) -> list[str]:
         """The kinds of request in the workload."""
@@ -254,6 +251,10 @@ class Problem:
         return {}  # cache of `saturated_rps`
 
     @cached_property
+    def _bounds(self) -> dict[Placement, dict[str, float]]:
+        return {}  # cache of `bound`
+
+    @cached_property
     def _sustained(self) -> dict[Placement, float]:
         return {}  # cache of `sustained_rps`
 
@@ -273,11 +274,7 @@ class Problem:
         It can be lower than the estimate: steps kept short for the TPOT SLO prefill fewer prompts.
         """
         rate, trial = self._full_rps(placement, site), replace(self.trial(placement), run=self.runner(site))
-        results = trial.serve(placement, rate, 0)
-        arrivals_s, ends_s = (
-            _middle_span_s([one.job.at_s for one in results]),
-            _middle_span_s([one.ended_s for one in results]),
-        )
+        arrivals_s, ends_s = map(_middle_span_s, trial.spans(placement, rate, 0))
         return rate * min(1.0, arrivals_s / ends_s) if ends_s > 0.0 else rate
 
     @property
@@ -297,8 +294,11 @@ class Problem:
 
     def bound(self, placement: Placement) -> dict[str, float]:
         """Upper bounds on the rate of `placement`, by name; with an infinite SLO also `sustained`, from means."""
-        found = rate_bounds(self.trial(placement), self.site, placement)
-        return found | {"sustained": self.saturated_rps(placement)} if self.is_open_ended else found
+        if placement not in self._bounds:
+            found = rate_bounds(self.trial(placement), self.site, placement)
+            more = {"sustained": self.saturated_rps(placement)} if self.is_open_ended else {}
+            self._bounds[placement] = found | more
+        return self._bounds[placement]
 
     def again(self, trial: Trial, site: PlacementSite) -> Trial:
         """The same trial on another site, for example one with more of a resource."""
@@ -423,21 +423,19 @@ class _FastRunner:
             kv_classes=site.kv_classes if len(site.kv_classes) > 1 else (), keep=site.keep,
         )  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class CostWithOverhead:
-    """A step cost plus `extra_s` seconds per step for the engine's own work, as measured in a profile."""
-
-    cost: CostModel
-    extra_s: float
-
-    def step_s(self, batch: StepBatch) -> float:
-        """Seconds of a step, overhead included."""
-        return self.cost.step_s(batch) + self.extra_s
-
-    def stage_s(self, batch: StepBatch) -> float:
-        """Seconds in the slowest stage, overhead included."""
-        return self.cost.stage_s(batch) + self.extra_s
+    def compile(self, placement: Placement) -> CompiledCluster | None:
+        """The placement as machine code, which knows one class of KV and no eviction; None if it needs others."""
+        site = self.site
+        if len(site.kv_classes) > 1 or site.keep is not None:
+            return None
+        return compile_cluster(
+            placement,
+            site.costs(placement),
+            self.limits,
+            site.kv_tokens,
+            site.link(placement),
+            site.token_bytes,
+        )
 
 
 def _is_profiled(profile: CostProfile, parallelism: Parallelism) -> bool:

@@ -157,6 +157,12 @@ def climb_ladder(
     return low if low >= floor else None
 
 
+def measure_goodput(trial: Trial, placement: Placement, guess: float) -> float:
+    """Goodput in requests/s: the highest rung that passes the trial, searched from `guess`; 0 if no rung passes."""
+    rung = climb_ladder(trial, placement, 1.0, MIN_RUNG, rung_of(math.inf), rung_of(guess))
+    return 0.0 if rung is None else ScoredUnit(placement, rung, 1.0).rate
+
+
 def _reachable_rung(limits: Mapping[str, float], weight: float) -> float:
     """The bound on the rate per weight; 0 if there is none, so that the unit is tried last."""
     top = lowest_bound(dict(limits)) / weight

@@ -7,17 +7,17 @@ placements are searched with the same costs and samples. The solution reports th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from diptych.errors import ConfigError
 from planner.placement import candidates
 from planner.placement.bounds import saturation_rates
-from planner.placement.enlarged import enlarge_resource
+from planner.placement.enlarged import ResourceUse, resource_uses
 from planner.placement.families import FamilySearch, Finalist, has_stages
 from planner.placement.feasibility import check_feasible, slo_too_tight
 from planner.placement.problem import Problem
-from planner.placement.search import MIN_RUNG, RUNG_RATIO, ScoredUnit, climb_ladder, rung_of
+from planner.placement.search import RUNG_RATIO, measure_goodput
 from planner.placement.trial import Trial, overall_attainment
 from planner.placement.validate import (
     Validation,
@@ -32,8 +32,6 @@ from planner.types import Job, Placement
 MAX_VALIDATED = 8  # most candidates that are run in the exact simulator for a wanted rate
 ATTAINMENT_SLACK = 0.02  # a plan may fall short of the target attainment by this much on fresh seeds
 FAMILY_NEEDS = {"colocated": ("colocated",), "low": ("disaggregated", "hybrid")}
-RESOURCES = ("prefill", "decode", "link", "memory")
-RESOURCE_GROWTH = 1.25  # factor by which a resource is enlarged to see whether goodput grows
 Samples = Sequence[Sequence[Job]]
 OPEN_ENDED = "one SLO is infinite: goodput is at most the rate at which queues do not grow for ever"
 
@@ -86,15 +84,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceUse:
-    """Mean utilisation of a resource at a candidate's rate, and relative `gain` of goodput from 25 % more of it."""
-
-    resource: str
-    utilisation: float | None
-    gain: float
-
-
-@dataclass(frozen=True, slots=True)
 class Solution:
     """The planner's result: the best candidate, the runners-up, and the utilisation of the best one's resources.
 
@@ -121,8 +110,12 @@ class Solution:
         return max(self.uses, key=lambda use: (max(use.gain, 0.0), use.utilisation or 0.0))
 
 
-def solve_placement(problem: Problem) -> Solution:
-    """Finds the best placement for a problem.
+def ignore_progress(text: str) -> None:
+    """The default for `report` of `solve_placement`."""
+
+
+def solve_placement(problem: Problem, report: Callable[[str], None] = ignore_progress) -> Solution:
+    """Finds the best placement for a problem; `report` is told what is being done.
 
     Raises:
         ConfigError: the model does not fit, no placement meets the SLOs (the error names the limiting resource and
@@ -131,21 +124,28 @@ def solve_placement(problem: Problem) -> Solution:
     check_feasible(problem)
     _check_placeable(problem)
     search = FamilySearch(problem)
+    report("searching")
+    finalists = list(search.finalists())
+    report(f"measuring {len(finalists)} finalists")
     options = sorted(
-        (_measure_finalist(problem, finalist) for finalist in search.finalists()),
+        (_measure_finalist(problem, finalist) for finalist in finalists),
         key=lambda candidate: (not _meets_slos(problem, candidate), *_rank_key(problem, candidate)),
     )
     if problem.rate is not None and (not options or not _meets_slos(problem, options[0])):
         raise _rate_too_high(problem, search)
     if not options or not options[0].goodput_rps:
         raise slo_too_tight(problem)
+    report(f"checking {options[0].placement} with the exact simulator")
     options, refuted = _validate_candidates(problem, options, search)
+    report("looking for what limits the answer")
     fast = options[0].fast_result
     fast = replace(fast, interval_rps=_goodput_interval(problem, fast))
     best = replace(options[0], searched=fast) if options[0].validation else fast
     family = "low" if best.placement.affinity == "low" else best.family
     return Solution(
-        problem, best, tuple(options[1:]), resource_uses(problem, best.fast_result),
+        problem, best, tuple(options[1:]), resource_uses(
+            problem, best.placement, best.fast_result.searched_rps, best.fast_result.rate_rps
+        ),
         search.ties(family), (*_solution_notes(problem, best), *refuted),
         search.dropped,
     )  # fmt: skip
@@ -310,7 +310,7 @@ def _long_trial(problem: Problem, placement: Placement) -> Trial:
 def _measure_finalist(problem: Problem, finalist: Finalist) -> Candidate:
     """Measures goodput, attainment and cost of a finalist in a long run of the fast simulator."""
     trial = _long_trial(problem, finalist.placement)
-    goodput = _measure_goodput(trial, finalist.placement, finalist.expected_rps)
+    goodput = measure_goodput(trial, finalist.placement, finalist.expected_rps)
     rate = goodput if problem.rate is None else problem.rate
     shares = trial.shares(finalist.placement, rate) if rate else dict.fromkeys(trial.counted(), 0.0)
     attained, price = overall_attainment(shares, trial.counted()), problem.hourly_price(finalist.placement)
@@ -328,9 +328,7 @@ def _goodput_interval(problem: Problem, candidate: Candidate) -> tuple[float, fl
     rates = [candidate.goodput_rps]
     for sample in trial.samples:
         alone = replace(trial, samples=(sample,))
-        top = rung_of(math.inf)
-        rung = climb_ladder(alone, candidate.placement, 1.0, MIN_RUNG, top, rung_of(candidate.goodput_rps))
-        rates.append(0.0 if rung is None else ScoredUnit(candidate.placement, rung, 1.0).rate)
+        rates.append(measure_goodput(alone, candidate.placement, candidate.goodput_rps))
     return min(rates), max(rates)
 
 
@@ -349,29 +347,6 @@ def _rank_key(problem: Problem, candidate: Candidate) -> tuple[float, float, str
     if problem.rate is None:
         return -candidate.goodput_rps, candidate.weight, name
     return candidate.weight, -candidate.goodput_rps, name
-
-
-def resource_uses(problem: Problem, candidate: Candidate) -> tuple[ResourceUse, ...]:
-    """Utilisation of each resource of a deployment, and the gain in goodput from 25 % more of it."""
-    trial, placement = problem.trial(candidate.placement), candidate.placement
-    jobs = [job for sample in trial.samples for job in sample]
-    full = saturation_rates(problem.site, jobs, problem.slos, placement)
-    base = _measure_goodput(trial, placement, candidate.searched_rps)
-    found = []
-    for resource in RESOURCES:
-        if resource == "link" and placement.colocated:
-            continue
-        larger = problem.again(trial, enlarge_resource(problem.site, resource, RESOURCE_GROWTH))
-        gain = _measure_goodput(larger, placement, base) / base - 1.0 if base else 0.0
-        carried = full.get(resource, full.get("compute") if resource in ("prefill", "decode") else None)
-        found.append(ResourceUse(resource, candidate.rate_rps / carried if carried else None, gain))
-    return tuple(found)
-
-
-def _measure_goodput(trial: Trial, placement: Placement, guess: float) -> float:
-    """Goodput in requests/s: the highest rung that passes the trial, searched from `guess`; 0 if no rung passes."""
-    rung = climb_ladder(trial, placement, 1.0, MIN_RUNG, rung_of(math.inf), rung_of(guess))
-    return 0.0 if rung is None else ScoredUnit(placement, rung, 1.0).rate
 
 
 def _solution_notes(problem: Problem, candidate: Candidate) -> tuple[str, ...]:
@@ -422,7 +397,7 @@ def _whole_hardware_rates(
             continue
         count = problem.most(unit.placement)
         expected, whole = unit.rate * count, candidates.replicate_unit(unit.placement, count)
-        most = min(rate, _measure_goodput(problem.trial(whole, fresh=True), whole, expected))
+        most = min(rate, measure_goodput(problem.trial(whole, fresh=True), whole, expected))
         if most > 0.0 and problem.verified:
             most = carried_rate(problem, whole, most)
         carries.append((most, whole))

@@ -17,7 +17,7 @@ from planner.placement.plan_file import PlanStepLimits
 from planner.placement.problem import FRESH_SEED, Problem
 from planner.placement.sizing import grow_deployment, shrink_deployment
 from planner.placement.trial import WARMUP, Trial, overall_attainment
-from planner.sim.exact.simulate import build_deployment, simulate_exact
+from planner.sim.exact.simulate import ResultSink, SimDeployment, build_deployment, simulate_exact
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import BOTH, Job, JobResult, Placement, keeps_steps_within_tpot
 
@@ -90,10 +90,8 @@ def validate_placement(problem: Problem, placement: Placement, rate: float, clim
     if candidates.family_of(placement) != "disaggregated" or (plain.goodput_rps and not climb):
         return plain
     start = plain.goodput_rps * RATE_STEP or rate
-    auto = _validate_from(
-        problem, placement, start, "auto", FURTHER if climb else 0, climb and not plain.goodput_rps
-    )
-    return auto if auto.goodput_rps else plain
+    down = climb and not plain.goodput_rps
+    return _find_goodput(problem, placement, start, "auto", FURTHER if climb else 0, down) or plain
 
 
 def validate_rate(problem: Problem, placement: Placement, rate: float, climb: bool) -> Validation:
@@ -121,13 +119,48 @@ def _validate_from(
     down: bool,
     longer: int = 1,
 ) -> Validation:
-    """Tries `rate`. If it meets the SLOs, tries up to `up` higher rates; else (if `down`) lower ones until one does."""
+    """What `_find_goodput` finds; if no rate meets the SLOs, the figures at `rate`."""
+    tried: dict[float, dict[str, float] | None] = {}
+    if up or down:
+        found = _find_goodput(problem, placement, rate, local_prefill, up, down, longer, tried)
+        if found is not None:
+            return found
     trial = _exact_trial(problem, placement, rate, local_prefill, longer)
-    tried: dict[float, dict[str, float]] = {}
+    shares = trial.shares(placement, rate)
+    good = not (up or down) and trial.sustains(placement, rate) and _meets_slos(trial, shares)
+    attained = overall_attainment(shares, trial.counted())
+    return Validation(
+        rate,
+        attained,
+        shares,
+        rate if good else 0.0,
+        None if good else rate,
+        len(trial.samples[0]),
+        local_prefill,
+    )
+
+
+def _find_goodput(
+    problem: Problem,
+    placement: Placement,
+    rate: float,
+    local_prefill: str,
+    up: int,
+    down: bool,
+    longer: int = 1,
+    tried: dict[float, dict[str, float] | None] | None = None,
+) -> Validation | None:
+    """Tries `rate`. If it meets the SLOs, tries up to `up` higher rates; else (if `down`) lower ones until one does.
+
+    A run ends as soon as it is certain that its rate misses the SLOs. None: no rate meets them. `tried` gets the shares
+    at each rate, None where it misses.
+    """
+    trial = _exact_trial(problem, placement, rate, local_prefill, longer)
+    tried = {} if tried is None else tried
 
     def meets(at: float) -> bool:
-        tried[at] = trial.shares(placement, at)
-        return trial.sustains(placement, at) and _meets_slos(trial, tried[at])
+        tried[at] = trial.shares_if_met(placement, at) if trial.sustains(placement, at) else None
+        return tried[at] is not None
 
     good = rate if meets(rate) else 0.0
     if good:
@@ -137,12 +170,12 @@ def _validate_from(
             good *= RATE_STEP
     elif down:
         good = _highest_below(meets, rate)
-    at, fails = good or rate, [one for one in tried if one > good]
-    return Validation(
-        at, overall_attainment(tried[at], trial.counted()), tried[at], good,
-        min(fails, default=None), len(trial.samples[0]),
-        local_prefill,
-    )  # fmt: skip
+    shares = tried.get(good)
+    if shares is None:
+        return None
+    fails = min((one for one in tried if one > good), default=None)
+    attained = overall_attainment(shares, trial.counted())
+    return Validation(good, attained, shares, good, fails, len(trial.samples[0]), local_prefill)
 
 
 def _highest_below(meets: Callable[[float], bool], rate: float) -> float:
@@ -209,6 +242,13 @@ class _ExactRunner:
     local_prefill: str
 
     def __call__(self, placement: Placement, jobs: Sequence[Job]) -> Sequence[JobResult]:
+        return simulate_exact(self._deployment(placement, jobs), jobs)
+
+    def serve_into(self, placement: Placement, jobs: Sequence[Job], sink: ResultSink) -> None:
+        """Hands each result to `sink`, which may end the run by an exception."""
+        simulate_exact(self._deployment(placement, jobs), jobs, sink)
+
+    def _deployment(self, placement: Placement, jobs: Sequence[Job]) -> SimDeployment:
         problem, started = self.problem, candidates.deployed_placement(placement)
         steps = step_limits(problem, placement)
         found = build_deployment(
@@ -232,7 +272,7 @@ class _ExactRunner:
             )
             for instance, pool, then in zip(found.instances, placement.pools, started.pools, strict=True)
         )
-        return simulate_exact(replace(found, instances=instances, local_prefill=self.local_prefill), jobs)
+        return replace(found, instances=instances, local_prefill=self.local_prefill)
 
     def _within_s(self, role: str, steps: PlanStepLimits) -> float | None:
         """The step time limit (the TPOT SLO) that `diptych serve` gives to instances that prefill beside decoding."""

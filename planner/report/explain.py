@@ -24,7 +24,6 @@ from planner.placement.problem import Problem
 from planner.placement.solve import Candidate, Solution
 from planner.placement.validate import step_limits
 
-STAGES = ("queue", "prefill", "wait", "transfer", "decode")
 STAGE_WORDS = {
     "queue": "waiting to be read",
     "prefill": "being read (TTFT ends here)",
@@ -236,10 +235,9 @@ def _goodput_ratio(candidates: Sequence[Candidate]) -> float | None:
 def stage_seconds(problem: Problem, candidate: Candidate) -> dict[str, tuple[float, float]]:
     """Seconds by stage at the option's rate, in the search's simulator: mean, and 90th percentile."""
     trial = problem.trial(candidate.placement)
-    results = [one for one in trial.serve(candidate.placement, candidate.rate_rps, 0) if not one.failed]
     found = {}
-    for stage in STAGES:
-        values = sorted(one.parts.get(stage, 0.0) for one in results)
+    for stage, seconds in trial.stages(candidate.placement, candidate.rate_rps, 0).items():
+        values = sorted(seconds)
         if values and values[-1] > 0.0:
             found[stage] = statistics.fmean(values), values[math.ceil(0.9 * len(values)) - 1]
     return found

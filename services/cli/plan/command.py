@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from diptych.chunks import RAW_CLASS
@@ -19,6 +21,7 @@ from planner.costs.profile import CostProfile
 from planner.hardware import Device
 from planner.hardware import find_device as named_device
 from planner.kv_links import parse_link_flag
+from planner.placement.families import first_answer
 from planner.placement.plan_file import save_plan
 from planner.placement.problem import NodeGroup, Problem
 from planner.placement.solve import Solution, solve_placement
@@ -60,7 +63,12 @@ def run_plan(options: PlanOptions) -> int:
     for change in options.what_if:
         # This refuses a change that cannot be read before anything takes long.
         apply_change(request, change)
-    solution = solve_placement(request)
+    if not options.as_json:
+        _print_first(request)
+    try:
+        solution = solve_placement(request, _report_progress)
+    finally:
+        _report_progress("")
     others = [ask_what_if(request, change) for change in options.what_if]
     drawn: list[Path] = []
     if options.plot is not None:
@@ -73,6 +81,19 @@ def run_plan(options: PlanOptions) -> int:
     render = _format_json if options.as_json else _format_lines
     print(render(options, solution, others, drawn))
     return OK
+
+
+def _print_first(problem: Problem) -> None:
+    """Print what short runs suggest, before the search. What is wrong with the question is said by the search."""
+    with suppress(ConfigError):
+        if (found := first_answer(problem)) is not None:
+            print(f"at first sight: {found.placement}, about {found.expected_rps:.3g} requests/s", flush=True)
+
+
+def _report_progress(text: str) -> None:
+    """Show on a terminal what is being done; no text ends that."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def read_problem(options: PlanOptions) -> Problem:

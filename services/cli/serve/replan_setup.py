@@ -14,10 +14,10 @@ from planner.costs.kv.eviction import DecidingCost, find_keep
 from planner.costs.model import find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile
+from planner.costs.step import CostWithOverhead
 from planner.hardware import CPU
 from planner.kv_links import choose_kv_link
 from planner.placement.plan_file import PlanFile
-from planner.placement.problem import CostWithOverhead
 from planner.replan.decide import ReplanPolicy
 from planner.replan.evaluate import FleetHardware, SimulatedEvaluator
 from planner.replan.journal import Journal

@@ -193,7 +193,7 @@ def test_what_is_verified_is_what_is_started(
     """Roles, what a step takes on and within which time, and who reads prompts: in the simulation as in settings."""
     seen: list[SimDeployment] = []
 
-    def look(what: SimDeployment, jobs: list[Job]) -> list[JobResult]:
+    def look(what: SimDeployment, jobs: list[Job], *sink: Any) -> list[JobResult]:
         seen.append(what)
         return []
 

@@ -10,7 +10,8 @@ import pytest
 from diptych.slo import Slo
 from planner.placement import candidates
 from planner.placement import validate as verifying
-from planner.placement.solve import ResourceUse, solve_placement
+from planner.placement.enlarged import ResourceUse
+from planner.placement.solve import solve_placement
 from planner.placement.trial import Trial
 from planner.types import Job, JobResult, Parallelism, Placement
 from tests.unit.planner.small_problems import question

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -129,8 +130,8 @@ def test_the_best_pair_is_the_same_for_three_seeds_or_a_tie(
             super().__init__(synthetic_workload("sharegpt").lengths)
             self.first = first
 
-        def sample(self, n: int, rate: float, seed: int, cv: float = 1.0) -> list[Job]:
-            return super().sample(n, rate, self.first + seed, cv)
+        def stream(self, rate: float, seed: int, cv: float = 1.0) -> Iterator[Job]:
+            return super().stream(rate, self.first + seed, cv)
 
     found = []
     for first in (0, 10, 20):

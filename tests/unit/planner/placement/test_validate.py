@@ -16,9 +16,10 @@ from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.costs.profile import Overheads
 from planner.placement import candidates
+from planner.placement.enlarged import resource_uses
 from planner.placement.plan_file import load_plan, save_plan
 from planner.placement.problem import Problem
-from planner.placement.solve import Solution, resource_uses, solve_placement
+from planner.placement.solve import Solution, solve_placement
 from planner.placement.validate import (
     LONGER_RUN,
     RATE_STEP,
@@ -54,9 +55,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[SimDeployment]:
     """What is simulated by the product's own decisions."""
     seen: list[SimDeployment] = []
 
-    def look(deployment: SimDeployment, jobs: Sequence[Job]) -> Sequence[JobResult]:
+    def look(deployment: SimDeployment, jobs: Sequence[Job], *sink: Any) -> Sequence[JobResult]:
         seen.append(deployment)
-        return simulate_exact(deployment, jobs)
+        return simulate_exact(deployment, jobs, *sink)
 
     monkeypatch.setattr(planner.placement.validate, "simulate_exact", look)
     return seen
@@ -254,6 +255,8 @@ def test_a_hybrid_needs_three_devices() -> None:
 def test_what_the_search_has_measured_is_reported_at_its_own_rate() -> None:
     answer = slowed()
     assert answer.best_candidate.fast_result.rate_rps != answer.best_candidate.rate_rps
-    assert answer.uses == resource_uses(answer.problem, answer.best_candidate.fast_result)
+    fast = answer.best_candidate.fast_result
+    uses = resource_uses(answer.problem, fast.placement, fast.searched_rps, fast.rate_rps)
+    assert answer.uses == uses
     limits = next(line for line in explain_solution(answer) if line.startswith("what limits it"))
     assert f"at {answer.best_candidate.fast_result.rate_rps:.3g} requests/s, as searched" in limits

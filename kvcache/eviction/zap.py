@@ -67,11 +67,11 @@ class Angles:
         self._cos, self._sin = np.cos(angles), np.sin(angles)
 
     def unrotate(self, keys: NDArray[Any]) -> Doubles:
-        """Keys [n, D] as they were before they were rotated."""
+        """Keys [n, D] of the last n of the positions as they were before they were rotated."""
         low, high = np.split(np.asarray(keys, np.float64), 2, axis=1)
-        return np.concatenate(
-            [low * self._cos + high * self._sin, high * self._cos - low * self._sin], axis=1
-        )
+        first = len(self._cos) - len(keys)
+        cos, sin = self._cos[first:], self._sin[first:]
+        return np.concatenate([low * cos + high * sin, high * cos - low * sin], axis=1)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class SurrogateDecider:
             columns = point.source.find_columns(layer, head)
             positions = columns.positions
             stays = (positions >= boundary) & select_visible(positions, point.length, self._windows[layer])
-            # Columns at these positions are there without a gap: nothing was dropped of them yet.
+            # Nothing was dropped of these columns yet but the first ones, by a window of less than 65 tokens.
             first, end = np.searchsorted(positions, (scored, newest))
             if angles is not None and policies[layer, head] != FULL:
                 some = columns.select((positions >= scored) & (positions < newest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from diptych.eviction_spec import KeepSpec
+from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
+from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from engine.step_work import StepWork
 from kvcache.eviction.kept_rows import KeptRows, count_frames
 from kvcache.eviction.policies import FULL
+from kvcache.eviction.zap import KeepSurrogate
 from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import SETUP, EvictedRun
 from tests.support.factories import make_oracle, save_model
@@ -31,16 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("window"), oracle)
 
 
-def open_runner(folder: Path) -> tuple[CpuModelRunner, KvPool]:
+def open_runner(folder: Path, setup: EvictionSetup = SETUP) -> tuple[CpuModelRunner, KvPool]:
     files = Checkpoint.resolve(str(folder))
     pool = KvPool(files.layout(), 24)
     pool.data.fill_(float("nan"))
-    return CpuModelRunner.load(files, pool, files.config.context, eviction=SETUP), pool
+    return CpuModelRunner.load(files, pool, files.config.context, eviction=setup), pool
 
 
-def run(folder: Path, spec: KeepSpec) -> tuple[EvictedRun, torch.Tensor, torch.Tensor]:
+def run(
+    folder: Path, spec: KeepSpec, setup: EvictionSetup = SETUP
+) -> tuple[EvictedRun, torch.Tensor, torch.Tensor]:
     """A run with eviction, its logits, and those without eviction."""
-    runner, pool = open_runner(folder)
+    runner, pool = open_runner(folder, setup)
     tokens = torch.randint(3, 300, (PROMPT + ANSWER,), generator=torch.Generator().manual_seed(5)).tolist()
     slabs = pool.take_slabs(pool.layout.num_chunks(len(tokens)), "plain")
     (plain,) = runner.run([StepWork(tokens, 0, slabs, "all")])
@@ -78,6 +84,23 @@ def test_policies_drop_more_and_windows_drop_what_policies_keep(folder: Path) ->
                 dropped |= not window and len(positions) < kept.length - 64
     assert dropped and np.isfinite(logits.numpy()).all()
     assert (logits - plain)[:PROMPT].abs().max() < 1e-4 < (logits - plain)[PROMPT:].abs().max()
+
+
+@pytest.mark.parametrize("window", [2, 40, 64])
+def test_rows_that_have_left_a_small_window_have_no_score(tmp_path: Path, window: int) -> None:
+    oracle = make_oracle("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1)
+    folder = save_model(tmp_path, oracle)
+    model = identify_model(Checkpoint.resolve(str(folder)))
+    shape = model.layers, model.kv_heads, 2 * model.head_dim + 3
+    weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    surrogate = KeepSurrogate(model, weights, np.linspace(3, -3, 99, dtype=np.float32))
+    spec = KeepSpec(0.5, 64, surrogate.rule)
+    evicted, logits, _ = run(folder, spec, replace(SETUP, surrogate=surrogate))
+    assert [kept.length for kept in evicted.maps] == [PROMPT, PROMPT + 64, PROMPT + 128]
+    for kept in evicted.maps:
+        for positions in behind(kept, 1):
+            assert positions == list(range(kept.length - window + 1, kept.length))
+    assert np.isfinite(logits.numpy()).all()
 
 
 def test_a_map_is_loaded_only_with_the_rows_that_layers_see(folder: Path) -> None:

@@ -10,10 +10,14 @@ the thread's CPU seconds over rounds, each round measuring all contestants in tu
     encode_share     writing coded rows / the whole prefill of 1,024 tokens with coded pages
     prefill_ratio    the whole prefill: coded / raw
 
+Decode attention is measured again for 8 KV heads of 128 with four queries each (`benchmarks.kv_wide`): `wide_ratio` and
+`wide_shared_ratio`.
+
 `--json` prints those of nuq4-1% as `nuq4_ratio`, `nuq4_shared_ratio`, `encode_share` and `prefill_ratio`, and all with
 the medians in milliseconds under `codecs`. `--codecs all` takes every codec.
 
-What eviction per head costs is measured too (`benchmarks.kv_ragged` says how), and printed under `eviction`.
+What eviction per head costs is measured too (`benchmarks.kv_ragged` says how), and printed under `eviction`, unless
+`--no-eviction` is given.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import torch
 import benchmarks.script_path  # noqa: F401
 from benchmarks.engine import EMBEDDED
 from benchmarks.kv_ragged import measure_eviction, thread_seconds
+from benchmarks.kv_wide import WideSide, make_wide_side
 from engine.batching.batch import ForwardBatch, pack_batch
 from engine.cpu.attention import PagedAttention
 from engine.cpu.model_runner import CpuModelRunner
@@ -132,8 +137,7 @@ def measure(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
     for kind in ("alone", "shared"):
         for name, side in sides.items():
             calls[name, kind]()
-            apart = float((sides["raw"].out - side.out).norm() / sides["raw"].out.norm())
-            assert apart < MOST_APART, f"attention over {name} is {apart:.2f} away from that over raw pages"
+            _check_outputs(name, sides["raw"], side)
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     shares: dict[str, list[float]] = {name: [] for name in codecs}
     for _ in range(rounds):
@@ -155,6 +159,34 @@ def measure(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
     }
 
 
+def measure_wide(rounds: int, codecs: list[str]) -> dict[str, dict[str, float]]:
+    """`wide_ratio` and `wide_shared_ratio` by codec, each pool beside raw pages in turn."""
+    raw, found = make_wide_side("", SEQUENCES, TOKENS), dict[str, dict[str, float]]()
+    for name in codecs:
+        pair = (raw, make_wide_side(name, SEQUENCES, TOKENS))
+        found[name] = {}
+        for kind, batches in (("", [one.alone for one in pair]), ("shared_", [one.shared for one in pair])):
+            times: list[list[float]] = [[], []]
+            for side, batch in zip(pair, batches, strict=True):
+                side.decode(batch)
+            _check_outputs(name, *pair)
+            for _ in range(rounds):
+                for side, batch, taken in zip(pair, batches, times, strict=True):
+                    taken.append(thread_seconds(lambda side=side, batch=batch: side.decode(batch)))  # type: ignore[misc]
+            first, second = map(median, times)
+            found[name] |= {
+                f"wide_{kind}ratio": round(second / first, 3),
+                f"wide_{kind}raw_ms": round(1e3 * first, 2),
+                f"wide_{kind}ms": round(1e3 * second, 2),
+            }
+    return found
+
+
+def _check_outputs(name: str, raw: Contestant | WideSide, coded: Contestant | WideSide) -> None:
+    apart = float((raw.out - coded.out).norm() / raw.out.norm())
+    assert apart < MOST_APART, f"attention over {name} is {apart:.2f} away from that over raw pages"
+
+
 def _milliseconds(middle: dict[tuple[str, str], float], name: str) -> dict[str, float]:
     """The medians of one contestant."""
     return {f"{kind}_ms": round(1e3 * middle[name, kind], 2) for kind in ("alone", "shared", "prefill")}
@@ -168,10 +200,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", default=[MAIN_CODEC], help="names, or `all`")
+    parser.add_argument("--no-eviction", action="store_true", help="do not measure eviction")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [name for name in CODE_BITS if name != "raw"] if options.codecs == ["all"] else options.codecs
-    found, eviction = measure(options.rounds, names), measure_eviction(options.rounds)
+    found, wide = measure(options.rounds, names), measure_wide(options.rounds, names)
+    found |= {name: found[name] | wide[name] for name in names}
+    eviction = {} if options.no_eviction else measure_eviction(options.rounds)
     if options.json:
         print(json.dumps(flatten_figures(found) | {"eviction": eviction}))
         return
@@ -180,6 +215,8 @@ def main() -> None:
         "shared_ratio",
         "encode_share",
         "prefill_ratio",
+        "wide_ratio",
+        "wide_shared_ratio",
         "alone_ms",
         "shared_ms",
         "prefill_ms",

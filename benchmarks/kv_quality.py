@@ -25,7 +25,7 @@ large models do (`models/twin.py`).
                       them (`models/recall.py`): first questions after a table, and later ones after earlier answers
     eviction          what heads keep, and what that costs (`benchmarks/kv_eviction.py`)
 
-Rows in brackets are baselines and ablations (`benchmarks/kv_schemes.py`).
+Rows in brackets are baselines and ablations (`benchmarks/kv_schemes.py`). `int4@` is `int4` with factors per channel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +57,7 @@ from transformers import AutoModelForCausalLM
 import benchmarks.script_path  # noqa: F401
 from benchmarks.kept_policies import measure_same
 from benchmarks.kv_eviction import ANSWER_TOKENS, Surrogate, measure_eviction, print_eviction
-from benchmarks.kv_schemes import HEAD_DIM, LAYERS, WIDTH, fit_samples, list_schemes
+from benchmarks.kv_schemes import HEAD_DIM, LAYERS, WIDTH, fit_sample_factors, fit_samples, list_schemes
 from diptych.eviction_spec import FASTGEN, ZAP
 from engine.calibration.keep_fit import fit_surrogate
 from engine.calibration.kv_capture import capture_layers
@@ -238,7 +238,9 @@ def measure_calibration(model: Any, windows: Sequence[torch.Tensor]) -> dict[str
     exact = score_windows(forward, windows)
     for name, sequences in texts.items():
         start = time.process_time()
-        full = fit_samples(capture_layers(model, sequences, range(LAYERS)), CALIBRATED_NAMES)
+        samples = capture_layers(model, sequences, range(LAYERS))
+        full = fit_samples(samples, CALIBRATED_NAMES)
+        full = replace(full, factors=fit_sample_factors(model, samples, sequences))
         cpu_s = time.process_time() - start
         with coded_attention(model, build_scheme(complete_id("nuq3-1%", full), full)):
             found = score_windows(forward, windows)
@@ -258,6 +260,7 @@ def measure_model(
     sequences = calibration_sequences(FOLDER, CALIBRATION_SEQUENCES, CALIBRATION_TOKENS)
     samples = capture_layers(model, sequences, range(LAYERS))
     full = fit_samples(samples, CALIBRATED_NAMES)
+    full = replace(full, factors=fit_sample_factors(model, samples, sequences))
     schemes = [
         scheme
         for scheme in list_schemes(full, samples)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from engine.calibration.channel_factors import fit_factors
+from engine.calibration.fitting import LayerSample, Weigh, fit_layer, weigh_errors
+from engine.calibration.kv_capture import rotary_frequencies
 from engine.calibration.kv_quality import CodingScheme, build_scheme, complete_id
-from kvcache.codecs.calibration import CalibratedModel, Calibration
+from kvcache.codecs.calibration import FACTORED_NAMES, CalibratedModel, Calibration
 from kvcache.codecs.codec_id import CODE_BITS, parse_codec_id
-from kvcache.codecs.datatype import Datatype, LayerConstants
-from kvcache.codecs.fitting import LayerSample, Weigh, fit_layer, weigh_errors
+from kvcache.codecs.datatype import Datatype, LayerConstants, LayerFactors
 from kvcache.codecs.hadamard import uniform_levels
-from kvcache.codecs.page import Floats
+from kvcache.codecs.page import NUM_SINKS, Floats
 
 LAYERS, KV_HEADS, HEAD_DIM = 6, 4, 32
 WIDTH = KV_HEADS * HEAD_DIM
@@ -72,6 +75,16 @@ def fit_samples(samples: list[LayerSample], names: Sequence[str], weigh: Weigh =
     return Calibration(model, WIDTH, len(samples[0].keys), constants)
 
 
+def fit_sample_factors(
+    model: Any, samples: list[LayerSample], sequences: Sequence[torch.Tensor]
+) -> dict[str, tuple[LayerFactors, ...]]:
+    """Factors of all codecs that take some, for the captured samples of sequences."""
+    positions = np.concatenate([np.arange(NUM_SINKS, len(one)) for one in sequences])
+    frequencies, ids = rotary_frequencies(model), [parse_codec_id(name) for name in FACTORED_NAMES]
+    layers = [fit_factors(sample, positions, frequencies, ids) for sample in samples]
+    return {name: tuple(layer[name] for layer in layers) for name in FACTORED_NAMES}
+
+
 def change_datatypes(calibration: Calibration, change: Callable[[Datatype], Datatype]) -> Calibration:
     def changed(one: LayerConstants) -> LayerConstants:
         return replace(one, keys=change(one.keys), values=change(one.values))
@@ -81,9 +94,12 @@ def change_datatypes(calibration: Calibration, change: Callable[[Datatype], Data
 
 
 def list_schemes(full: Calibration, samples: list[LayerSample]) -> Iterator[CodingScheme]:
-    """All codecs with the constants of `full`, then baselines, then ablations at 2 bits."""
+    """All codecs with the constants of `full`, those with factors again (`int4@`), baselines, ablations at 2 bits."""
+    bare = replace(full, factors={})
     for name in CODE_BITS:
-        yield build_scheme(complete_id(name, full), full)
+        yield build_scheme(complete_id(name, bare), bare)
+    for name in full.factors:
+        yield build_scheme(complete_id(name, full), full, f"{name}@")
     for bits in (4, 3, 2):
         yield per_token_scheme(bits)
     yield fp8_scheme(samples)

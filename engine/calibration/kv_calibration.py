@@ -1,22 +1,25 @@
-"""Calibrates KVQuant for a model: runs it over text, layer by layer, and fits ranges and datatypes to what it computed.
+"""Calibrates KV codecs for a model: runs it over text, layer by layer, and fits to what it computed.
 
 All of it is the model of transformers and arithmetic of NumPy: `engine.calibration.kv_capture` runs the model,
-`kvcache.codecs.fitting` fits. The same model, text and machine give the same constants to the bit.
+`engine.calibration.fitting` fits ranges and datatypes of `nuq*`, `engine.calibration.channel_factors` factors per
+channel of `int*` and `tq*`. The same model, text and machine give the same numbers to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
-from engine.calibration.kv_capture import capture_layers
-from kvcache.codecs.calibration import CALIBRATED_NAMES, CalibratedModel, Calibration
+from engine.calibration.channel_factors import fit_factors
+from engine.calibration.fitting import Weigh, fit_layer, weigh_errors
+from engine.calibration.kv_capture import capture_layers, rotary_frequencies
+from kvcache.codecs.calibration import CALIBRATED_NAMES, FACTORED_NAMES, CalibratedModel, Calibration
 from kvcache.codecs.codec_id import parse_codec_id
-from kvcache.codecs.datatype import LayerConstants
-from kvcache.codecs.fitting import Weigh, fit_layer, weigh_errors
-from kvcache.codecs.sinks import NUM_SINKS
+from kvcache.codecs.datatype import LayerConstants, LayerFactors
+from kvcache.codecs.page import NUM_SINKS
 
 # Bytes of a number that `capture_layers` keeps: itself and its squared gradient, for keys and for values.
 SAMPLE_NUMBER_BYTES = 16
@@ -34,6 +37,7 @@ def calibrate_model(
     group: int,
     *,
     names: Sequence[str] = CALIBRATED_NAMES,
+    factored: Sequence[str] = FACTORED_NAMES,
     weigh: Weigh = weigh_errors,
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     progress: Progress | None = None,
@@ -43,9 +47,10 @@ def calibrate_model(
     Args:
         model: as `capture_layers` takes it.
         sequences: token ids, each [tokens], at least two.
-        identity: the model's; it becomes part of the file.
+        calibrated: the model; it becomes part of the file.
         group: values that share a scale per token: whole heads that divide the KV heads evenly.
         names: codecs with calibration.
+        factored: codecs that get factors per channel where these help.
         weigh: as `fit_layer` takes it.
         max_sample_bytes: decides how many layers are captured per run of the model; at least one is.
         progress: called with the layers that a run captures, and the sequences of it that are done.
@@ -57,7 +62,10 @@ def calibrate_model(
     tokens = sum(len(sequence) - NUM_SINKS for sequence in sequences)
     layer_bytes = SAMPLE_NUMBER_BYTES * tokens * calibrated.kv_heads * calibrated.head_dim
     at_once = max(1, max_sample_bytes // max(1, layer_bytes))
-    fitted: list[dict[str, LayerConstants]] = []
+    fitted, factors = list[dict[str, LayerConstants]](), list[dict[str, LayerFactors]]()
+    factor_ids = [parse_codec_id(name) for name in factored]
+    positions = np.concatenate([np.arange(NUM_SINKS, len(sequence)) for sequence in sequences])
+    frequencies = rotary_frequencies(model)
     for first in range(0, calibrated.layers, at_once):
         layers = range(first, min(first + at_once, calibrated.layers))
 
@@ -68,6 +76,11 @@ def calibrate_model(
         samples = capture_layers(model, sequences, layers, tell)
         while samples:
             # Samples are let go one by one, before the next layers are captured.
-            fitted.append(fit_layer(samples.pop(0), ids, group, weigh))
+            sample = samples.pop(0)
+            fitted.append(fit_layer(sample, ids, group, weigh))
+            factors.append(fit_factors(sample, positions, frequencies, factor_ids))
     constants = {name: tuple(layer[name] for layer in fitted) for name in names}
-    return Calibration(calibrated, group, tokens, constants)
+    found = {name: tuple(layer[name] for layer in factors) for name in factored}
+    # A codec that no factor helps keeps the id, and the bytes, that it has without a calibration.
+    useful = {name: layers for name, layers in found.items() if not all(one.are_ones for one in layers)}
+    return Calibration(calibrated, group, tokens, constants, useful)

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from kvcache.codecs.fitting import LayerSample
-from kvcache.codecs.sinks import NUM_SINKS
+from engine.calibration.fitting import LayerSample
+from kvcache.codecs.page import NUM_SINKS
 
 Progress = Callable[[int], None]
 
@@ -104,6 +105,12 @@ def key_source(attention: Any) -> nn.Module:
     """The module of an attention layer whose output is keys before rotation: their norm if there is one (Qwen3)."""
     module: nn.Module = getattr(attention, "k_norm", None) or attention.k_proj
     return module
+
+
+def rotary_frequencies(model: Any) -> NDArray[np.float64]:
+    """Radians per token of each rotary pair of a decoder of transformers."""
+    frequencies: NDArray[np.float64] = model.model.rotary_emb.inv_freq.double().cpu().numpy()
+    return frequencies
 
 
 def _to_rows(output: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

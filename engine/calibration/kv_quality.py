@@ -23,9 +23,8 @@ from diptych.chunks import CHUNK_TOKENS
 from engine.calibration.kv_capture import key_source
 from kvcache.codecs.calibration import Calibration, CodecQuality, MeasuredQuality
 from kvcache.codecs.codec_id import CALIBRATED, CODE_BITS, CodecId, complete_codec_id, parse_codec_id
-from kvcache.codecs.page import Codec, Floats
+from kvcache.codecs.page import Codec, Floats, restore_sink
 from kvcache.codecs.registry import build_codec
-from kvcache.codecs.sinks import restore_sink
 from kvcache.codecs.storage import mean_bits
 
 NUM_RESAMPLES = 2000
@@ -105,7 +104,8 @@ def complete_id(name: str, calibration: Calibration) -> CodecId:
     model, codec_id = calibration.model, parse_codec_id(name)
     if codec_id.family == CALIBRATED:
         codec_id = parse_codec_id(f"{name}.g{calibration.group}")
-    return complete_codec_id(codec_id, model.kv_heads, model.head_dim, calibration.digest)
+    digest = calibration.digest_for(codec_id.name)
+    return complete_codec_id(codec_id, model.kv_heads, model.head_dim, digest)
 
 
 def rotate_keys(model: Any, keys: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -108,13 +108,40 @@ def _binary(name: str) -> Callable[..., Any]:
     return typed
 
 
-def _larger(typing: Any, x: Any, y: Any) -> Any:
-    """Intrinsic `larger`: the maximum in every lane."""
+def _extreme(order: str) -> Callable[..., Any]:
+    """An intrinsic for x where `x order y`, else y, in every lane."""
+
+    def typed(typing: Any, x: Any, y: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(order, *arguments), *arguments)
+
+        return FLOAT_VECTOR(FLOAT_VECTOR, FLOAT_VECTOR), emit
+
+    return typed
+
+
+def _sum_four(typing: Any, array: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Intrinsic `sum_four`: array[index : index + 4] = the sums over the lanes of a, b, c and d."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+        # Neighbours are added pairwise: 16 lanes of one vector become 8, then 8 of two, four and at last all of four.
+        def pairs(x: Any, y: Any, orders: tuple[list[int], list[int]]) -> Any:
+            kind = ir.VectorType(ir.IntType(32), len(orders[0]))
+            one, other = (builder.shuffle_vector(x, y, ir.Constant(kind, order)) for order in orders)
+            return builder.fadd(one, other, flags=_FAST)
 
-    return FLOAT_VECTOR(FLOAT_VECTOR, FLOAT_VECTOR), emit
+        halves = [pairs(x, x, ([*range(8)], [*range(8, LANES)])) for x in arguments[2:]]
+        neighbours = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+        both = [pairs(halves[at], halves[at + 1], neighbours) for at in (0, 2)]
+        four = pairs(both[0], both[1], neighbours)
+        sums = pairs(four, four, ([*range(4)], [*range(4, 8)]))
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        builder.store(
+            sums, builder.bitcast(builder.gep(data, [arguments[1]]), sums.type.as_pointer()), align=4
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, *[FLOAT_VECTOR] * 4), emit
 
 
 def _within(typing: Any, x: Any, low: Any, t: Any, high: Any, other: Any) -> Any:
@@ -158,6 +185,8 @@ add: Any = intrinsic(_binary("fadd"))
 sub: Any = intrinsic(_binary("fsub"))
 mul: Any = intrinsic(_binary("fmul"))
 within: Any = intrinsic(_within)
-larger: Any = intrinsic(_larger)
+larger: Any = intrinsic(_extreme(">"))
+smaller: Any = intrinsic(_extreme("<"))
+sum_four: Any = intrinsic(_sum_four)
 floor: Any = intrinsic(_floor)
 power: Any = intrinsic(_power)

@@ -52,11 +52,13 @@ def resolve_kv_classes(
     auto, named = split_auto(asked)
     shares = parse_class_shares(named)
     # `auto` reads the losses of classes without a calibration from the file, too.
-    calibrated = auto or any(one.codec_id.family == CALIBRATED for one in shares)
+    users = [one for one in shares if one.codec_id.family == CALIBRATED or one.codec_id.takes_factors]
     choices = []
     for one in shares:
-        file = calibration_file if one.codec_id.family == CALIBRATED or not calibrated else ""
-        codec, calibration = resolve_kv_codec(checkpoint, str(one.codec_id), file)
+        file = calibration_file if one in users or not (auto or users) else ""
+        # Where several classes may use the file, it need not have something for each.
+        must_use = not auto and len(users) <= 1
+        codec, calibration = resolve_kv_codec(checkpoint, str(one.codec_id), file, must_use=must_use)
         choices.append(KvClassChoice(codec, calibration, one.share))
     if any(one.codec for one in choices):
         found = next((one.calibration for one in choices if one.calibration is not None), None)
@@ -106,8 +108,9 @@ def expand_auto(
 
 
 def _resolved(checkpoint: Checkpoint, name: str, calibration_file: str) -> str:
-    file = calibration_file if parse_codec_id(name).family == CALIBRATED else ""
-    return resolve_kv_codec(checkpoint, name, file)[0]
+    codec_id = parse_codec_id(name)
+    file = calibration_file if codec_id.family == CALIBRATED or codec_id.takes_factors else ""
+    return resolve_kv_codec(checkpoint, name, file, must_use=False)[0]
 
 
 def check_auto(classes: tuple[KvClassChoice, ...], asked: str, budget_pct: float | None) -> None:
@@ -173,10 +176,8 @@ def _recorded_loss(checkpoint: Checkpoint, codec: str, quality: MeasuredQuality 
     codec_id, config = parse_codec_id(codec), checkpoint.config
     if quality is None or codec_id.name not in quality.codecs:
         return None
-    plain = CodecId(codec_id.name)
-    if codec_id.family != CALIBRATED and codec_id != complete_codec_id(
-        plain, config.kv_heads, config.head_dim
-    ):
+    plain = complete_codec_id(CodecId(codec_id.name), config.kv_heads, config.head_dim, codec_id.calibration)
+    if codec_id.family != CALIBRATED and codec_id != plain:
         return None
     return quality.codecs[codec_id.name].ppl_delta_pct
 
@@ -210,7 +211,7 @@ def format_kv_classes(classes: tuple[KvClassChoice, ...], asked: str = "") -> st
 
 
 def resolve_kv_codec(
-    checkpoint: Checkpoint, asked: str, calibration_file: str = ""
+    checkpoint: Checkpoint, asked: str, calibration_file: str = "", *, must_use: bool = True
 ) -> tuple[str, Calibration | None]:
     """The canonical id of a codec for a model (`kvcache.layout.KvLayout.codec`), and its calibration if it has one.
 
@@ -218,28 +219,26 @@ def resolve_kv_codec(
         checkpoint: of the model.
         asked: the codec as the user named it; `raw`: none.
         calibration_file: for codecs with calibration; empty: `kvquant.safetensors` in the model's folder.
+        must_use: whether a file that is named must have something for this codec.
 
     Raises:
         ConfigError: `asked` is not a codec, or needs something that the model or its calibration does not have.
         ModelError: the calibration file is not there, damaged, or of another model.
     """
-    codec_id = parse_codec_id(asked)
-    if calibration_file and codec_id.family != CALIBRATED:
-        raise ConfigError(
-            f"the KV codec {codec_id} takes no calibration",
-            f"--kv-cache-calibration names {calibration_file}",
-            "leave it out, or use a codec with one, for example --kv-cache-codec nuq4-1%",
-        )
+    codec_id, config = parse_codec_id(asked), checkpoint.config
+    if codec_id.name == RAW_CLASS and not calibration_file:
+        return "", None
+    if codec_id.family == CALIBRATED:
+        calibration: Calibration | None = _find_calibration(checkpoint, codec_id, calibration_file)
+        assert calibration is not None
+        codec_id = replace(codec_id, group=codec_id.group or calibration.group)
+    else:
+        calibration = _find_factors(checkpoint, codec_id, calibration_file, must_use)
     if codec_id.name == RAW_CLASS:
         return "", None
-    calibration = None
-    if codec_id.family == CALIBRATED:
-        calibration = _find_calibration(checkpoint, codec_id, calibration_file)
-        codec_id = replace(codec_id, group=codec_id.group or calibration.group)
-    config = checkpoint.config
-    digest = None if calibration is None else calibration.digest
+    digest = None if calibration is None else calibration.digest_for(codec_id.name)
     codec_id = complete_codec_id(codec_id, config.kv_heads, config.head_dim, digest)
-    if calibration is not None and calibration.group != codec_id.group:
+    if calibration is not None and codec_id.family == CALIBRATED and calibration.group != codec_id.group:
         raise ConfigError(
             f"the KV codec {codec_id} does not fit the calibration",
             f"that was made for groups of {calibration.group} values",
@@ -252,6 +251,31 @@ def resolve_kv_codec(
     # Building the codec of one layer finds whatever else does not fit.
     build_codec(codec_id, config.head_dim, calibration)
     return str(codec_id), calibration
+
+
+def _find_factors(checkpoint: Checkpoint, codec_id: CodecId, file: str, must_use: bool) -> Calibration | None:
+    """The calibration with factors for a codec that works without; None if there is none. Raises ConfigError or
+    ModelError.
+
+    A name alone takes what there is. An id with a group or seed says whether there are factors, so that a worker that
+    starts again has the class that it had.
+    """
+    found, open_id = None, codec_id == CodecId(codec_id.name) or codec_id.calibration is not None
+    # Where weights are on other machines, so is what was calibrated for them.
+    if codec_id.takes_factors and checkpoint.weights and (open_id or (file and must_use)):
+        from engine.model.calibration_file import load_calibration  # imports NumPy
+
+        found = load_calibration(checkpoint, file)
+        if open_id and found is not None and found.digest_for(codec_id.name) is not None:
+            return found
+    if file and must_use:
+        what = f"has no factors for {codec_id}" if found is not None else "is of no use to this codec"
+        raise ConfigError(
+            f"the KV codec {codec_id} takes no calibration",
+            f"--kv-cache-calibration names {file}, which {what}",
+            "leave it out, or use a codec with one, for example --kv-cache-codec nuq4-1%",
+        )
+    return None
 
 
 def _find_calibration(checkpoint: Checkpoint, codec_id: CodecId, file: str) -> Calibration:

@@ -1,4 +1,4 @@
-"""Calibration files: `kvquant.safetensors` holds what `nuq*` codecs need to know of a model.
+"""Calibration files: `kvquant.safetensors` holds what `nuq*` codecs need to know of a model, and factors of others.
 
 For each codec name N in the file, with L layers, C key channels and codes of b bits:
 
@@ -6,9 +6,12 @@ For each codec name N in the file, with L layers, C key channels and codes of b 
     N.key_centroids, N.key_levels       [L, 2^b] float32
     N.value_centroids, N.value_levels   [L, 2^b] float32
 
-and as metadata `format`, `model` (the hash of the weights), `layers`, `kv_heads`, `head_dim`, `group`, `digest`, and
-outside the digest `tokens` and `quality`. The digest is part of a codec's id, so pages of two calibrations are never
-taken for each other. A file is read whole, up to a limit, before anything in it is believed; if its digest is not that
+    N.key_factors, N.value_factors      [L, C] float32: of `int*` and `tq*`, where factors lower the error
+
+and as metadata `format`, `model` (the hash of the weights), `layers`, `kv_heads`, `head_dim`, `group`, `digest`,
+`factors_digest`, and outside the digests `tokens` and `quality`. A digest is part of a codec's id, so pages of two
+calibrations are never taken for each other. Without factors the format is 1, as it was before there were any; with
+factors it is 2. A file is read whole, up to a limit, before anything in it is believed; if its digests are not those
 of its content, it is refused.
 """
 
@@ -18,7 +21,8 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,22 +35,28 @@ from safetensors.numpy import load
 
 from diptych.errors import ModelError
 from diptych.hashing import HashField, hash_fields
+from kvcache.codecs.basis import Basis
+from kvcache.codecs.calibration_tensors import (
+    CHANNEL_PARTS,
+    FACTOR_PARTS,
+    TABLE_PARTS,
+    check_tensors,
+    read_constants,
+    read_factors,
+)
 from kvcache.codecs.codec_id import CALIBRATED, CODE_BITS, HASH_CHARS, CodecId
-from kvcache.codecs.datatype import MIN_SCALE, Datatype, LayerConstants
+from kvcache.codecs.datatype import LayerConstants, LayerFactors
 
 FILE_NAME = "kvquant.safetensors"
-FORMAT = "diptych kvquant 1"
+# Without factors, and with them.
+FORMATS = ("diptych kvquant 1", "diptych kvquant 2")
 MAX_FILE_BYTES = 64 << 20
-# Largest absolute value of a level. Q-Norm stretches the range -1 to 1 by far less.
-MAX_LEVEL = 4.0
 # Most characters of a file's text that an error shows.
 MAX_SHOWN_CHARS = 64
 METADATA_KEY = "__metadata__"
-ADVICE = "calibrate this model again, or use a codec that needs no calibration, for example tq4"
+ADVICE = "calibrate this model again, or use a codec that takes no calibration, for example fp8"
 CALIBRATED_NAMES = tuple(name for name in CODE_BITS if CodecId(name).family == CALIBRATED)
-TENSOR_PATTERN = re.compile(r"(?P<codec>nuq[234](-1%)?)\.(?P<part>[a-z_]+)")
-CHANNEL_PARTS = ("key_scales", "key_zeros")
-TABLE_PARTS = ("key_centroids", "key_levels", "value_centroids", "value_levels")
+FACTORED_NAMES = tuple(name for name in CODE_BITS if CodecId(name).takes_factors)
 
 
 # Names of dtypes in safetensors' notation.
@@ -95,15 +105,32 @@ class Calibration:
     group: int
     tokens: int
     constants: dict[str, tuple[LayerConstants, ...]]
+    factors: dict[str, tuple[LayerFactors, ...]] = field(default_factory=dict)
     quality: MeasuredQuality | None = None
 
     @cached_property
     def digest(self) -> str:
-        """The hash that names this calibration in a codec's id; 16 hex characters."""
-        fields: list[HashField] = [FORMAT, *msgspec.structs.astuple(self.model), self.group]
-        for name, array in sorted(_to_tensors(self).items()):
-            fields += [name, str(array.dtype), "x".join(map(str, array.shape)), array.tobytes()]
-        return hash_fields(fields).hex()[:HASH_CHARS]
+        """The hash that names the constants in the ids of `nuq*`; 16 hex characters."""
+        fields: list[HashField] = [FORMATS[0], *msgspec.structs.astuple(self.model), self.group]
+        return _hash_tensors(fields, _constant_tensors(self))
+
+    @cached_property
+    def factors_digest(self) -> str:
+        """The hash that names the factors in the ids of other codecs; 16 hex characters."""
+        fields: list[HashField] = [FORMATS[1], *msgspec.structs.astuple(self.model)]
+        return _hash_tensors(fields, _factor_tensors(self))
+
+    def digest_for(self, name: str) -> str | None:
+        """What stands for this calibration in the id of the codec with a name; None: it takes nothing from here."""
+        if name in self.factors:
+            return self.factors_digest
+        return self.digest if name in CALIBRATED_NAMES else None
+
+    def head_basis(self, name: str, layer: int, head: int, seed: int | None) -> Basis:
+        """The basis of a layer and KV head for a codec with factors; `seed` is that of its random rotation."""
+        whole, dim = self.factors[name][layer], self.model.head_dim
+        channels = slice(head * dim, (head + 1) * dim)
+        return Basis(whole.keys[channels], whole.values[channels], seed)
 
     def group_constants(self, name: str, layer: int, first_channel: int) -> LayerConstants:
         """What one page needs: the constants of a layer, key channels cut to the group that begins at `first_channel`.
@@ -140,7 +167,7 @@ def serialise_calibration(calibration: Calibration) -> bytes:
     """
     model = calibration.model
     metadata = {
-        "format": FORMAT,
+        "format": FORMATS[bool(calibration.factors)],
         "model": model.fingerprint,
         "layers": str(model.layers),
         "kv_heads": str(model.kv_heads),
@@ -149,14 +176,15 @@ def serialise_calibration(calibration: Calibration) -> bytes:
         "digest": calibration.digest,
         "tokens": str(calibration.tokens),
     }
+    if calibration.factors:
+        metadata["factors_digest"] = calibration.factors_digest
     if calibration.quality is not None:
         metadata["quality"] = msgspec.json.encode(calibration.quality).decode()
     header: dict[str, Any] = {METADATA_KEY: metadata}
     parts, place = list[bytes](), 0
     # Wide numbers come first, so that all are aligned.
-    for name, array in sorted(
-        _to_tensors(calibration).items(), key=lambda item: (-item[1].itemsize, item[0])
-    ):
+    tensors = _constant_tensors(calibration) | _factor_tensors(calibration)
+    for name, array in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         offsets = [place, place + array.nbytes]
         header[name] = {
             "dtype": DTYPE_NAMES[str(array.dtype)],
@@ -170,7 +198,23 @@ def serialise_calibration(calibration: Calibration) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def _to_tensors(calibration: Calibration) -> dict[str, NDArray[Any]]:
+def _hash_tensors(fields: list[HashField], tensors: dict[str, NDArray[Any]]) -> str:
+    for name, array in sorted(tensors.items()):
+        fields += [name, str(array.dtype), "x".join(map(str, array.shape)), array.tobytes()]
+    return hash_fields(fields).hex()[:HASH_CHARS]
+
+
+def _factor_tensors(calibration: Calibration) -> dict[str, NDArray[Any]]:
+    return {
+        f"{name}.{part}": np.ascontiguousarray(
+            np.stack([layer.keys if part == FACTOR_PARTS[0] else layer.values for layer in layers])
+        )
+        for name, layers in calibration.factors.items()
+        for part in FACTOR_PARTS
+    }
+
+
+def _constant_tensors(calibration: Calibration) -> dict[str, NDArray[Any]]:
     return {
         f"{name}.{part}": np.ascontiguousarray(np.stack([_part_of(layer, part) for layer in layers]))
         for name, layers in calibration.constants.items()
@@ -197,7 +241,7 @@ def read_calibration(path: Path, model: CalibratedModel) -> Calibration:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        metadata = read_metadata(content, FORMAT)
+        metadata = read_metadata(content, FORMATS)
         tensors = load(content)
     except OSError as error:
         raise ModelError(
@@ -210,30 +254,42 @@ def read_calibration(path: Path, model: CalibratedModel) -> Calibration:
     _check_model(path, metadata, model)
     try:
         group = _read_group(metadata, model)
-        _check_tensors(tensors, model)
+        check_tensors(tensors, model.layers, model.kv_heads, model.head_dim)
         tokens, quality = _read_count(metadata, "tokens"), _read_quality(metadata)
-        found = Calibration(model, group, tokens, _to_constants(tensors, model.layers), quality)
-        if metadata.get("digest") != found.digest:
-            stated = _shorten(metadata.get("digest", "not given"), MAX_SHOWN_CHARS)
-            raise ValueError(f"its digest is {stated}, and that of its content {found.digest}")
+        constants, factors = read_constants(tensors, model.layers), read_factors(tensors, model.layers)
+        found = Calibration(model, group, tokens, constants, factors, quality)
+        _check_digests(metadata, found)
     except (ValueError, msgspec.DecodeError) as error:
         raise ModelError(f"the calibration file {path} is damaged", _shorten(str(error)), ADVICE) from error
     return found
+
+
+def _check_digests(metadata: dict[str, str], calibration: Calibration) -> None:
+    digests = {"digest": calibration.digest}
+    if calibration.factors or "factors_digest" in metadata:
+        digests["factors_digest"] = calibration.factors_digest
+    for name, digest in digests.items():
+        if metadata.get(name) != digest:
+            stated = _shorten(metadata.get(name, "not given"), MAX_SHOWN_CHARS)
+            raise ValueError(f"its {name} is {stated}, and that of its content {digest}")
+    if metadata["format"] != FORMATS[bool(calibration.factors)]:
+        raise ValueError(f"its format is {metadata['format']}, which does not fit its tensors")
 
 
 def _shorten(text: str, limit: int = 200) -> str:
     return " ".join(text.split())[:limit]
 
 
-def read_metadata(content: bytes, wanted: str) -> dict[str, str]:
-    """The metadata of a file of safetensors, whose format must be `wanted`. Raises ValueError if it is not."""
+def read_metadata(content: bytes, wanted: Sequence[str]) -> dict[str, str]:
+    """The metadata of a file of safetensors, whose format must be one of those wanted. Raises ValueError if it is not."""
     length = int.from_bytes(content[:8], "little")
     if not 2 <= length <= len(content) - 8:
         raise ValueError(f"a header of {length} bytes in a file of {len(content)}")
     header = msgspec.json.decode(content[8 : 8 + length], type=dict[str, msgspec.Raw])
     metadata = msgspec.json.decode(header.get(METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
-    if metadata.get("format") != wanted:
-        raise ValueError(f"its format is {_shorten(metadata.get('format', 'not given'))}, not {wanted}")
+    if metadata.get("format") not in wanted:
+        found = _shorten(metadata.get("format", "not given"))
+        raise ValueError(f"its format is {found}, not {' or '.join(wanted)}")
     return metadata
 
 
@@ -273,48 +329,3 @@ def _read_quality(metadata: dict[str, str]) -> MeasuredQuality | None:
     if not all(map(math.isfinite, numbers)) or not quality.codecs.keys() <= CODE_BITS.keys():
         raise ValueError("its quality has numbers that are not finite, or unknown codecs")
     return quality
-
-
-def _check_tensors(tensors: dict[str, NDArray[Any]], model: CalibratedModel) -> None:
-    """Refuses tensors that are unknown, missing, of another type or shape, or hold impossible numbers."""
-    matches = {name: TENSOR_PATTERN.fullmatch(name) for name in tensors}
-    unknown = [name for name, match in matches.items() if match is None]
-    codecs = {match["codec"] for match in matches.values() if match is not None}
-    expected: dict[str, tuple[type[np.generic], int]] = {
-        f"{codec}.{part}": (np.float16, model.kv_heads * model.head_dim)
-        for codec in codecs
-        for part in CHANNEL_PARTS
-    } | {
-        f"{codec}.{part}": (np.float32, 1 << CODE_BITS[codec][0]) for codec in codecs for part in TABLE_PARTS
-    }
-    if unknown or not codecs or tensors.keys() != expected.keys():
-        wrong = sorted(unknown or tensors.keys() ^ expected.keys())
-        raise ValueError(f"tensors that are unknown or missing: {', '.join(wrong)[:100] or 'all'}")
-    for name, (kind, count) in expected.items():
-        array = tensors[name]
-        if array.dtype != kind or array.shape != (model.layers, count):
-            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
-        if not np.isfinite(array).all():
-            raise ValueError(f"{name} holds numbers that are not finite")
-        if name.endswith("key_scales") and (array < MIN_SCALE).any():
-            raise ValueError(f"{name} holds scales below {MIN_SCALE}")
-        if kind is np.float32:
-            limit = 1.0 if name.endswith("centroids") else MAX_LEVEL
-            if (np.diff(array) < 0).any() or (np.abs(array) > limit).any():
-                raise ValueError(f"{name} is not ascending within {-limit} to {limit}")
-
-
-def _to_constants(tensors: dict[str, NDArray[Any]], layers: int) -> dict[str, tuple[LayerConstants, ...]]:
-    present = [name for name in CALIBRATED_NAMES if f"{name}.{CHANNEL_PARTS[0]}" in tensors]
-    return {
-        name: tuple(
-            LayerConstants(
-                tensors[f"{name}.key_scales"][layer],
-                tensors[f"{name}.key_zeros"][layer],
-                Datatype(tensors[f"{name}.key_centroids"][layer], tensors[f"{name}.key_levels"][layer]),
-                Datatype(tensors[f"{name}.value_centroids"][layer], tensors[f"{name}.value_levels"][layer]),
-            )
-            for layer in range(layers)
-        )
-        for name in present
-    }

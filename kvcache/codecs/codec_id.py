@@ -3,8 +3,8 @@
     NAME [.gGROUP] [.sSEED] [@CALIBRATION]
 
 GROUP is the number of values that share a scale, SEED chooses the signs of the random rotation, CALIBRATION is the hash
-of the file with the constants. Two pages can be exchanged exactly when their canonical ids are equal. This file imports
-no NumPy, so that configuration and planning can read ids.
+of the constants of `nuq*`, or of the factors of `int*` and `tq*`, if there are any. Two pages can be exchanged exactly
+when their canonical ids are equal. This file imports no NumPy, so that configuration and planning can read ids.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ CODE_BITS = {
     "raw": (32, 32),
     "bf16": (16, 16),
     "fp16": (16, 16),
+    "fp8": (8, 8),
     "int8": (8, 8),
     "int4": (4, 4),
     "nuq4": (4, 4),
@@ -78,6 +79,11 @@ class CodecId:
         return FAMILY_PREFIXES.get(prefix.group() if prefix else "", PLAIN)
 
     @property
+    def takes_factors(self) -> bool:
+        """Whether a calibration may have factors per channel for it (`kvcache.codecs.basis`)."""
+        return self.family in (GROUPED, ROTATED)
+
+    @property
     def has_outliers(self) -> bool:
         """Whether a page has slots for outliers."""
         return self.name.endswith("-1%")
@@ -119,7 +125,7 @@ def _check_parameters(codec_id: CodecId) -> None:
     useless = {
         "a group (.g)": codec_id.group is not None and family in (PLAIN, ROTATED),
         "a seed (.s)": codec_id.seed is not None and family != ROTATED,
-        "a calibration (@)": codec_id.calibration is not None and family != CALIBRATED,
+        "a calibration (@)": codec_id.calibration is not None and family == PLAIN,
     }
     for parameter, refused in useless.items():
         if refused:
@@ -141,12 +147,17 @@ def complete_codec_id(
         codec_id: as the user gave it.
         kv_heads: KV heads of the model; all of them form the group of a calibrated codec unless the id says otherwise.
         head_dim: values of a head.
-        calibration: hash of the calibration at hand, if there is one.
+        calibration: hash of what the calibration at hand has for the codec, if it has anything
+            (`kvcache.codecs.calibration.Calibration.digest_for`).
 
     Raises:
         ConfigError: the group does not fit the model, a calibrated codec has no calibration, or the id names another.
     """
     _check_parameters(codec_id)
+    if codec_id.takes_factors:
+        if codec_id.calibration is not None and codec_id.calibration != calibration:
+            raise _other_calibration_error(codec_id, calibration)
+        codec_id = replace(codec_id, calibration=calibration)
     if codec_id.family == GROUPED:
         group = codec_id.group or min(MAX_INT_GROUP, head_dim)
         if head_dim % group:
@@ -170,11 +181,7 @@ def _complete_calibrated(codec_id: CodecId, kv_heads: int, head_dim: int, calibr
             fix="use a codec that needs none, for example tq4",
         )
     if codec_id.calibration not in (None, calibration):
-        raise ConfigError(
-            f"the KV codec {codec_id} was made with another calibration",
-            f"the calibration at hand has the hash {calibration}",
-            "use the calibration file that the id names",
-        )
+        raise _other_calibration_error(codec_id, calibration)
     group = codec_id.group or kv_heads * head_dim
     if group % head_dim or kv_heads * head_dim % group or group > MAX_GROUP:
         raise ConfigError(
@@ -183,6 +190,15 @@ def _complete_calibrated(codec_id: CodecId, kv_heads: int, head_dim: int, calibr
             f"for example {codec_id.name}.g{kv_heads * head_dim}",
         )
     return replace(codec_id, group=group, calibration=calibration)
+
+
+def _other_calibration_error(codec_id: CodecId, calibration: str | None) -> ConfigError:
+    at_hand = f"has the hash {calibration}" if calibration else f"has no factors for {codec_id.name}"
+    return ConfigError(
+        f"the KV codec {codec_id} was made with another calibration",
+        f"the calibration at hand {at_hand}",
+        "use the calibration file that the id names",
+    )
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -14,6 +14,8 @@ from kvcache.codecs.page import Bytes, Floats, Halves, to_half
 
 # The smallest normal float16. A channel whose values are all equal gets this scale.
 MIN_SCALE = np.float16(2.0**-14)
+# A channel's factor is at most this, and at least one over it.
+MAX_FACTOR = 2.0**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,21 @@ class LayerConstants:
     key_zeros: Halves
     keys: Datatype
     values: Datatype
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFactors:
+    """What calibration found for one layer and a codec without constants: a factor per channel of keys and of values,
+    [KV heads · head_dim] float32 (`kvcache.codecs.basis`).
+    """
+
+    keys: Floats
+    values: Floats
+
+    @property
+    def are_ones(self) -> bool:
+        """Whether they change nothing."""
+        return bool((self.keys == 1).all() and (self.values == 1).all())
 
 
 def assign_codes(numbers: Floats, centroids: Floats) -> Bytes:

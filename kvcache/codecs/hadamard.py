@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.hashing import hash_fields
-from kvcache.codecs.page import Floats
 
+Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 # Fewest values of a block. If the largest power of two that divides a head is smaller, the transform would hardly mix
@@ -97,7 +97,8 @@ def _running_integral(heights: Doubles) -> Doubles:
 
 @cache
 def uniform_levels(bits: int) -> Floats:
-    """2^bits levels at equal distances from −1 to 1."""
-    table: Floats = np.linspace(-1, 1, 1 << bits).astype(np.float32)
+    """2^bits levels at equal distances from −1 to 1: a code less the middle one, times the distance."""
+    middle = np.float32(((1 << bits) - 1) / 2)
+    table: Floats = (np.arange(1 << bits, dtype=np.float32) - middle) * (np.float32(1) / middle)
     table.flags.writeable = False
     return table

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
+from kvcache.codecs.basis import IDENTITY
 from kvcache.codecs.bit_packing import pack_codes, packed_bytes, unpack_codes
 from kvcache.codecs.codec_id import CodecId
 from kvcache.codecs.datatype import (
@@ -45,6 +46,7 @@ class NuqCodec:
     """
 
     codes_rotated_keys = False
+    basis = IDENTITY
 
     def __init__(self, codec_id: CodecId, shape: PageShape, constants: LayerConstants) -> None:
         width, (self.bits, _) = shape.width, codec_id.code_bits
@@ -134,6 +136,8 @@ class NuqCodec:
             dense += sparse
         shape = (num_rows, self.shape.heads, self.shape.head_dim)
         return keys.reshape(shape), values.reshape(shape)
+
+    expand_stored = expand_page
 
 
 def expand_values(

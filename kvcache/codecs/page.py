@@ -3,6 +3,11 @@
 A page is one layer × one group of KV heads × 64 tokens. Every row of a section is a whole number of bytes, so every
 section, and the page, is a multiple of 64 bytes. A row depends on its own token alone: rows may be written in any
 order and again.
+
+Sinks: the first token of a sequence stays exact (KVQuant, section 3.5, "attention sink-aware quantization"). It attends
+to itself alone, so its keys and values depend on its id only: a reader computes them once per id and keeps them beside
+the pool. Pages have no room for them. Row 0 of a sequence's first page is coded like any other row, and the exact one
+takes its place after the page was expanded. Calibration leaves first tokens out.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
+from kvcache.codecs.basis import MAX_HALF, Basis
 from kvcache.codecs.codec_id import CodecId
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 Bytes = NDArray[np.uint8]
 
-MAX_HALF = np.float32(np.finfo(np.float16).max)
+# Number of tokens at the beginning of a sequence whose KV is kept exactly.
+NUM_SINKS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,10 @@ class Codec(Protocol):
     @property
     def shape(self) -> PageShape:
         """Heads of a page and values of a head."""
+
+    @property
+    def basis(self) -> Basis:
+        """In which keys and values are coded."""
 
     @property
     def codes_rotated_keys(self) -> bool:
@@ -77,6 +88,9 @@ class Codec(Protocol):
         Raises:
             ValueError: the page is not of `page_bytes`, or has fewer rows.
         """
+
+    def expand_stored(self, page: Bytes, num_rows: int = CHUNK_TOKENS) -> tuple[Floats, Floats]:
+        """As `expand_page`, in the basis in which they are coded: what kernels read."""
 
 
 class PageSections:
@@ -142,3 +156,16 @@ def to_half(numbers: NDArray[np.floating[Any]]) -> Halves:
     """Nearest float16; what is too large becomes the largest float16, never infinity."""
     halves: Halves = np.clip(numbers, -MAX_HALF, MAX_HALF).astype(np.float16)
     return halves
+
+
+def restore_sink(keys: Floats, values: Floats, chunk_start: int, sink: tuple[Floats, Floats]) -> None:
+    """Puts the exact first token over row 0 of an expanded page, in place, if the page is the sequence's first.
+
+    Args:
+        keys: [rows, heads, head_dim], as the codec expanded them. At position 0 rotation changes nothing.
+        values: of the same shape.
+        chunk_start: position of the page's first token.
+        sink: exact keys and values of the first token, each [heads, head_dim].
+    """
+    if chunk_start == 0 and len(keys):
+        keys[0], values[0] = sink

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych.errors import ConfigError
+from kvcache.codecs.basis import Basis
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.codec_id import CALIBRATED, GROUPED, PLAIN, CodecId
 from kvcache.codecs.grouped import GroupedCodec
@@ -26,7 +27,7 @@ def build_codec(
     Args:
         codec_id: a canonical id (`kvcache.codecs.codec_id.complete_codec_id`).
         head_dim: values of a head.
-        calibration: the one that the id names, for `nuq*`.
+        calibration: the one that the id names, if it names one.
         layer: of the model.
         first_head: first KV head of the group within the layer; only `nuq*` codes heads together.
 
@@ -38,7 +39,7 @@ def build_codec(
     if codec_id.family == GROUPED:
         if codec_id.group is None or head_dim % codec_id.group:
             raise ConfigError(f"{codec_id} has no group that divides heads of {head_dim} values")
-        return GroupedCodec(codec_id, head_dim)
+        return GroupedCodec(codec_id, head_dim, _find_basis(codec_id, calibration, layer, first_head))
     if codec_id.family == CALIBRATED:
         return _build_calibrated(codec_id, head_dim, calibration, layer, first_head)
     if codec_id.seed is None or block_size(head_dim) < MIN_BLOCK:
@@ -47,17 +48,30 @@ def build_codec(
             f"it needs a seed, and heads that are a multiple of {MIN_BLOCK}",
             f"for example {codec_id.name}.s0, or int4",
         )
-    return TurboCodec(codec_id, head_dim)
+    return TurboCodec(codec_id, head_dim, _find_basis(codec_id, calibration, layer, first_head))
+
+
+def _find_basis(codec_id: CodecId, calibration: Calibration | None, layer: int, head: int) -> Basis:
+    if codec_id.calibration is None:
+        return Basis(seed=codec_id.seed)
+    return _check_calibration(codec_id, calibration).head_basis(codec_id.name, layer, head, codec_id.seed)
+
+
+def _check_calibration(codec_id: CodecId, calibration: Calibration | None) -> Calibration:
+    """The calibration at hand, if it is the one that the id names."""
+    at_hand = None if calibration is None else calibration.digest_for(codec_id.name)
+    if calibration is None or codec_id.calibration != at_hand:
+        raise ConfigError(
+            f"the KV codec {codec_id} is of another calibration",
+            f"the calibration at hand is {at_hand or 'none'}",
+        )
+    return calibration
 
 
 def _build_calibrated(
     codec_id: CodecId, head_dim: int, calibration: Calibration | None, layer: int, first_head: int
 ) -> Codec:
-    if calibration is None or codec_id.calibration != calibration.digest:
-        at_hand = "none" if calibration is None else calibration.digest
-        raise ConfigError(
-            f"the KV codec {codec_id} is of another calibration", f"the calibration at hand is {at_hand}"
-        )
+    calibration = _check_calibration(codec_id, calibration)
     group = calibration.group
     if codec_id.group != group or calibration.model.head_dim != head_dim:
         raise ConfigError(

@@ -193,7 +193,7 @@ def parse_surrogate(content: bytes, model: CalibratedModel, name: str = FILE_SUF
     try:
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        metadata, tensors = read_metadata(content, FORMAT), load(content)
+        metadata, tensors = read_metadata(content, (FORMAT,)), load(content)
         _check_model(name, metadata, model)
         return _check_content(metadata, tensors, model)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:

@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "calibrate": CommandEntry(
         "calibrate.flags",
-        "Fit the KV codecs nuq4, nuq3 and nuq2, and evictions, to a model, and measure what each codec costs.",
+        "Fit the KV codecs nuq*, factors for int* and tq*, and evictions to a model; measure what each codec costs.",
     ),
     "version": CommandEntry("offline", "Versions of diptych and of what matters to it."),
 }

@@ -15,12 +15,13 @@ from safetensors.numpy import load
 from diptych.config.options import Config
 from diptych.errors import ConfigError, DiptychError, ModelError
 from diptych.specs import WorkerSpec
+from engine.calibration.fitting import fit_layer
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from kvcache.codecs.calibration import FILE_NAME, MAX_FILE_BYTES, Calibration, write_calibration
 from kvcache.codecs.codec_id import parse_codec_id
-from kvcache.codecs.fitting import fit_layer
+from kvcache.codecs.datatype import LayerFactors
 from services.cli.serve.specs import worker_spec
 from services.host.model_probe import ProbeRequest, calibration_path, probe_model
 from tests.unit.codecs.oracles import random_sample
@@ -103,6 +104,7 @@ def refused(model: Checkpoint, codec: str, file: Path | str = "", **more: Any) -
         ("raw", "", 32),
         ("fp16", "fp16", 16),
         ("bf16", "bf16", 16),
+        ("fp8", "fp8", 8),
         ("int8", "int8.g32", 9),
         ("int4", "int4.g32", 5),
         ("tq4", "tq4.s0", 4.5),
@@ -142,6 +144,43 @@ def test_an_id_that_names_the_calibration_pins_it(model: Checkpoint, fitted: Cal
     assert resolve_kv_codec(model, pinned, str(file))[0] == f"nuq4-1%.g128@{fitted.digest}"
     message = refused(model, "nuq4-1%@0123456789abcdef", file)
     assert "made with another calibration" in message and fitted.digest in message
+
+
+def test_a_name_alone_takes_the_factors_of_a_calibration_and_a_full_id_what_it_says(
+    model: Checkpoint, fitted: Calibration, file: Path
+) -> None:
+    ones = np.ones(4 * 32, np.float32)
+    layers = tuple(LayerFactors(2 * ones, ones) for _ in range(6))
+    factored = replace(fitted, factors={"int4": layers})
+    write_calibration(factored, file)
+    full = f"int4.g32@{factored.factors_digest}"
+    assert resolve_kv_codec(model, "int4", str(file))[0] == full
+    assert (
+        resolve_model(worker(model, "raw:0.5,int4", kv_cache_calibration=str(file))).layouts[1].codec == full
+    )
+    shutil.copy(file, model.path / FILE_NAME)
+    try:
+        for asked, codec in (
+            ("int4", full),
+            (full, full),
+            ("int4.g32", "int4.g32"),
+            ("tq4", "tq4.s0"),
+            ("fp8", "fp8"),
+        ):
+            assert resolve_kv_codec(model, asked)[0] == codec
+    finally:
+        (model.path / FILE_NAME).unlink()
+    assert resolve_kv_codec(model, "int4") == ("int4.g32", None)
+    with pytest.raises(ConfigError, match="made with another calibration"):
+        resolve_kv_codec(model, full)
+    for asked, why in (
+        ("tq4", "has no factors for tq4"),
+        ("int4.g32", "has no factors"),
+        ("fp8", "no use to this codec"),
+    ):
+        with pytest.raises(ConfigError, match="takes no calibration") as caught:
+            resolve_kv_codec(model, asked, str(file))
+        assert why in "".join(caught.value.lines()) and len(caught.value.lines()) <= 6
 
 
 def test_a_calibration_that_was_replaced_on_disk_is_refused_at_the_next_start(

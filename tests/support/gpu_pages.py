@@ -92,7 +92,9 @@ def open_pages(
         kind: torch.dtype = getattr(torch, place.dtype)
         data = torch.randn(slabs, *layout.chunk_shape, dtype=kind, device=place.device)
         return GpuAttention(layout, data, shape.heads, tuning)
-    codec_id = complete_codec_id(parse_codec_id(codec), shape.kv_heads, shape.head_dim, "0" * 16)
+    asked = parse_codec_id(codec)
+    digest = "0" * 16 if asked.family == CALIBRATED else None
+    codec_id = complete_codec_id(asked, shape.kv_heads, shape.head_dim, digest)
     layout = replace(layout, codec=str(codec_id))
     codecs = ((made_up_codec(codec_id, layout),) * layout.pages_per_layer,) * layout.layers
     data = torch.zeros(slabs, *slab_shape(layout)[0], dtype=torch.uint8, device=place.device)

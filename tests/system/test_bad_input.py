@@ -90,8 +90,8 @@ def test_a_codec_that_there_is_not() -> None:
 
 
 def test_a_calibration_that_the_codec_does_not_use(tmp_path: Path) -> None:
-    message = refused("tiny", "--kv-cache-codec", "tq4", "--kv-cache-calibration", str(tmp_path), status=2)
-    assert "the KV codec tq4 takes no calibration" in message and "nuq4-1%" in message
+    message = refused("tiny", "--kv-cache-codec", "fp8", "--kv-cache-calibration", str(tmp_path), status=2)
+    assert "the KV codec fp8 takes no calibration" in message and "nuq4-1%" in message
 
 
 def test_prefill_ranks_without_prefill_workers() -> None:

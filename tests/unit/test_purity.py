@@ -35,7 +35,7 @@ PURE = {
     "services.host.model_probe": (*HEAVY, "transformers", "huggingface_hub", "httpx", "numba"),
     "kvcache.eviction.kept_rows": ("torch", "ray", "numba", "scipy"),
     "kvcache.codecs.registry": ("torch", "ray", "numba"),
-    "kvcache.codecs.fitting": ("torch", "ray", "numba", "scipy"),
+    "engine.calibration.fitting": ("torch", "ray", "numba", "scipy"),
     # What runs there without vLLM needs packages that vLLM has.
     "services.worker.vllm_parts": (
         "torch",

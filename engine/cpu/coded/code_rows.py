@@ -10,18 +10,8 @@ from typing import Any
 import numpy as np
 from numba.misc.special import literally
 
-from diptych.chunks import CHUNK_TOKENS
-from engine.cpu.coded.exact import (
-    CODES_PER_WORD,
-    clip,
-    count_above,
-    exact_add,
-    exact_mul,
-    jit_exact,
-    lookup,
-    pack_codes,
-    store_counts,
-)
+from engine.cpu.coded.exact import clip, count_above, exact_add, exact_mul, jit_exact
+from engine.cpu.coded.packed import CODES_PER_WORD, lookup, pack_codes, store_counts, store_word
 from engine.cpu.simd import LANES, load, splat, store
 
 # With more bits, the code is found by halving the range: a pass over all midpoints would be longer.
@@ -29,25 +19,37 @@ MAX_COUNTED_BITS = 4
 
 
 @jit_exact
-def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int, codes: Any) -> None:
-    """Code of the nearest level of each number, clipped to ±limit: how many of midpoints[first :] lie below it."""
-    if bits <= MAX_COUNTED_BITS and numbers.shape[0] % LANES == 0:
+def clip_row(x: Any, limit: Any) -> None:
+    """Numbers beyond ±limit become that."""
+    if x.shape[0] % LANES == 0:
         most = splat(limit)
-        for i in range(0, numbers.shape[0], LANES):
+        for i in range(0, x.shape[0], LANES):
+            store(x, i, clip(load(x, i), most))
+        return
+    for i in range(x.shape[0]):
+        x[i] = min(max(x[i], -limit), limit)
+
+
+@jit_exact
+def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int, codes: Any) -> None:
+    """Codes of the nearest levels of numbers, clipped to ±limit: how many of midpoints[first :] lie below each."""
+    if bits <= MAX_COUNTED_BITS and codes.shape[0] % LANES == 0:
+        most = splat(limit)
+        for i in range(0, codes.shape[0], LANES):
             x, count = clip(load(numbers, i), most), splat(np.float32(0))
             for m in range((1 << bits) - 1):
                 count = count_above(count, x, splat(midpoints[first + m]))
             store_counts(codes, i, count)
         return
-    for i in range(numbers.shape[0]):
+    for i in range(codes.shape[0]):
         codes[i] = 0
     if bits <= MAX_COUNTED_BITS:
         for m in range((1 << bits) - 1):
             middle = midpoints[first + m]
-            for i in range(numbers.shape[0]):
+            for i in range(codes.shape[0]):
                 codes[i] += np.int32(min(max(numbers[i], -limit), limit) > middle)
         return
-    for i in range(numbers.shape[0]):
+    for i in range(codes.shape[0]):
         number, code, step = min(max(numbers[i], -limit), limit), 0, 1 << (bits - 1)
         while step > 0:
             if number > midpoints[first + code + step - 1]:
@@ -59,11 +61,14 @@ def assign_codes(numbers: Any, limit: Any, midpoints: Any, first: Any, bits: int
 @jit_exact
 def pack_row(codes: Any, bits: int, data: Any, at: Any) -> None:
     """Write codes as a stream of bits to data[at:]; the last byte is filled up with zeros."""
-    if codes.shape[0] % CODES_PER_WORD == 0:
+    if bits <= MAX_COUNTED_BITS and codes.shape[0] % CODES_PER_WORD == 0:
         for i in range(0, codes.shape[0], CODES_PER_WORD):
             packed = pack_codes(codes, i, bits)
-            for j in range(bits):
-                data[at + j] = np.uint8((packed >> 8 * j) & 255)
+            if bits == 4:
+                store_word(data, at, packed)
+            else:
+                for j in range(bits):
+                    data[at + j] = np.uint8((packed >> 8 * j) & 255)
             at += bits
         return
     stream: Any = 0
@@ -82,13 +87,13 @@ def pack_row(codes: Any, bits: int, data: Any, at: Any) -> None:
 
 @jit_exact
 def expand_row(
-    data: Any, codes: Any, bits: int, table: Any, first: Any, channels: Any, scratch: Any, at: Any,
+    data: Any, codes: Any, bits: int, table: Any, first: Any, channels: Any, scratch: Any, at: Any, stride: Any,
     heads: int, width: int,
 ) -> None:  # fmt: skip
     """Numbers of one row of codes of up to 4 bits into scratch: table[first + code], a table of sixteen, times scale
     plus zero of the channel if `channels` [2 · group, more] is not empty.
 
-    Head h goes to scratch[at + h · 128 · width :]. Up to two bytes after the codes are read, and ignored.
+    Head h goes to scratch[at + h · stride :]. Up to two bytes after the codes are read, and ignored.
     """
     literally(width)
     group = heads * width
@@ -100,13 +105,13 @@ def expand_row(
                 x = lookup(data, codes + (c * bits >> 3), bits, numbers)
                 if channels.shape[0] > 0:
                     x = exact_add(exact_mul(x, load(channels, c)), load(channels, group + c))
-                store(scratch, at + h * 2 * CHUNK_TOKENS * width + i, x)
+                store(scratch, at + h * stride + i, x)
         return
     for c in range(group):
         x = table[first + read_code(data, codes, bits, c)]
         if channels.shape[0] > 0:
             x = x * channels[c] + channels[group + c]
-        scratch[at + c // width * 2 * CHUNK_TOKENS * width + c % width] = x
+        scratch[at + c // width * stride + c % width] = x
 
 
 @jit_exact

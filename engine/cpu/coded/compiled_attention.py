@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from diptych.chunks import CHUNK_TOKENS
 from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
-from engine.cpu.coded import nuq_expand, nuq_frames, turbo_kernels
 from engine.cpu.coded.attention import CodedAttention, CodedPool, check_finite_rows, normalise_heads
+from engine.cpu.coded.families import nuq_expand, nuq_frames, plain_kernels, turbo_kernels
 from engine.cpu.coded.page_factory import build_page_kernels
 from engine.cpu.coded.page_kernels import BYTES, CALIBRATED, GROUPED, PLAIN, ROTATED, SECTIONS, PageKernels
+from engine.cpu.coded.stored_space import basis_arrays
 from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
 from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
@@ -79,13 +80,13 @@ def _find_number(codec: Codec) -> tuple[int, int]:
     if isinstance(codec, NuqCodec):
         return CALIBRATED, 2 * codec.per_side
     if isinstance(codec, TurboCodec):
-        return ROTATED, int(codec.by_norm)
+        return ROTATED, 0
     if isinstance(codec, GroupedCodec):
         return GROUPED, codec.group
     assert isinstance(codec, PlainCodec) and codec.codec_id.name != "raw", (
         f"there are no kernels for {codec.codec_id}"
     )
-    return PLAIN, int(codec.codec_id.name == "bf16")
+    return PLAIN, plain_kernels.find_kind(codec.codec_id.name)
 
 
 def _page_constants(codec: Codec) -> Floats:
@@ -129,6 +130,7 @@ class CompiledAttention(CodedAttention):
         family = find_family(pool.codecs, layout.head_dim)
         self._layer, self._page, self._constants = layout.layer_bytes, family.page, family.constants
         self._kernels, self._frame, self._heads = family.kernels, family.frame, family.heads
+        self._bases = [basis_arrays(row, layout.head_dim) for row in pool.codecs]
         self._span = build_prefill_kernel(layout.head_dim)
         self._angles = angles
         self.alone = crossover_queries(heads // layout.kv_heads)
@@ -187,10 +189,17 @@ class CompiledAttention(CodedAttention):
         pool = self._take_chunks(len(slabs))
         size = self._raw_floats
         self._expand_chunks(layer, slabs[first:], first, length, span.sink, pool[first * size :])
+        queries, outputs, kv_heads = qkv[rows].numpy(), out[rows].numpy(), self.layout.kv_heads
+        in_basis = self._has_basis(layer)
+        if in_basis:
+            # A copy, since decisions about eviction record the queries themselves.
+            queries = queries[:, : self.heads * self.layout.head_dim].copy()
+            self._kernels.map_queries(queries, kv_heads, self._bases[layer], False)
         self._span(
-            qkv[rows].numpy(), span.start, np.arange(len(slabs)), pool, size, 0, self.heads,
-            self.layout.kv_heads, window, out[rows].numpy(),
-        )  # fmt: skip
+            queries, span.start, np.arange(len(slabs)), pool, size, 0, self.heads, kv_heads, window, outputs
+        )
+        if in_basis:
+            self._kernels.map_queries(outputs, kv_heads, self._bases[layer], True)
 
     @property
     def first_codec(self) -> Codec:
@@ -207,7 +216,10 @@ class CompiledAttention(CodedAttention):
         """
         pool = self._take_chunks(len(slabs))
         self._expand_chunks(layer, slabs, first, length, sink, pool)
-        return pool.reshape(len(slabs), self.layout.kv_heads, 2, CHUNK_TOKENS, self.layout.head_dim)
+        expanded = pool.reshape(len(slabs), self.layout.kv_heads, 2, CHUNK_TOKENS, self.layout.head_dim)
+        for head in range(self.layout.kv_heads if self._has_basis(layer) else 0):
+            self._restore_rows(layer, head, expanded[:, head].swapaxes(1, 2))
+        return expanded
 
     def list_kept_kernels(self) -> list[Any]:
         """The kernels for rows that heads kept."""
@@ -220,6 +232,8 @@ class CompiledAttention(CodedAttention):
             self._flat, self._slab, self._find_frames(layer, bag), _find_rows(layer, bag), head,
             self._sinks.of_layer(layer)[sink], self._read_angles, out,
         )  # fmt: skip
+        if self._has_basis(layer):
+            self._restore_rows(layer, head, out)
         return out
 
     def attend_kept(
@@ -240,8 +254,18 @@ class CompiledAttention(CodedAttention):
         kept, slabs = bag.kept, np.asarray(bag.slabs, np.int64)
         return (
             self._frame, self._heads[layer], slabs, frames_per_slab(self.layout), bag.table_frame, bag.outlier_frame,
-            kept.outliers,
+            kept.outliers, self._bases[layer],
         )  # fmt: skip
+
+    def _has_basis(self, layer: int) -> bool:
+        """Whether rows of a layer are stored in another basis than that of the model."""
+        return any(array.size > 0 for array in self._bases[layer])
+
+    def _restore_rows(self, layer: int, head: int, rows: Floats) -> None:
+        """Rows [..., 2, head_dim] of one KV head out of the basis, in place."""
+        basis = self._codecs[layer][head // self.first_codec.shape.heads].basis
+        rows[..., 0, :] = basis.restore_keys(rows[..., 0, :])
+        rows[..., 1, :] = basis.restore_values(rows[..., 1, :])
 
     @property
     def _raw_floats(self) -> int:
@@ -253,8 +277,9 @@ class CompiledAttention(CodedAttention):
         return np.empty(count * self._raw_floats, np.float32)
 
     def _place(self, layer: int) -> tuple[Any, ...]:
-        """Where a layer's pages lie in the pool, what is in a page, and the layer's constants."""
-        return self._flat, self._slab, layer * self._layer, self._page, self._constants[layer]
+        """Where a layer's pages lie in the pool, what is in a page, and the layer's constants and basis."""
+        place = self._flat, self._slab, layer * self._layer, self._page
+        return *place, self._constants[layer], self._bases[layer]
 
     def _expand_chunks(
         self, layer: int, slabs: NDArray[np.int64], first: int, length: int, sink: int, pool: Floats

@@ -10,7 +10,7 @@ Frames of a page of one head are expanded as that page with fewer rows; others b
 Arguments that belong together come as tuples, beside those of `engine.cpu.coded.page_kernels`:
 
     frames    the frame's figures, as `page`; constants by head, [kv_heads, n]; the bag's slabs; frames of a slab; first
-              frames of the table of tokens and of the list of outliers; how many outliers there are
+              frames of the table of tokens and of the list of outliers; how many outliers there are; the layer's basis
     heads     of a layer: first frame and kept rows of each head, [kv_heads]; where its rows begin, [kv_heads]; and
               position, and number in the table, of each row, [rows]
 """
@@ -31,11 +31,12 @@ from engine.cpu.coded.page_kernels import (
     HEADS,
     PAGE,
     expand_page_of,
+    expand_whole,
     family_functions,
-    restore_sink,
     rotate_head,
-    rotate_keys,
+    work_floats,
 )
+from engine.cpu.coded.stored_space import match_queries, put_sink, restore_outputs
 from engine.cpu.eviction.ragged_attention import FRAME, attend_ring
 from engine.cpu.jit import JIT_OPTIONS, LOG2_E, LOWEST, NO_WRAPPERS, jit_inner
 
@@ -50,33 +51,40 @@ def register_frames(family: int, expand_frame: Any) -> None:
 
 
 def _expand_frame(
-    family: int, data: Any, slab: int, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, width: int
+    family: int, data: Any, slab: int, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any, work: Any,
+    width: int,
 ) -> None:  # fmt: skip
-    """The rows of a frame, as many as `tokens`, into scratch [2, 64, width]."""
+    """The rows of a frame, as many as `tokens`, into scratch [2, 64, width] from number `to` on."""
 
 
 @overload(_expand_frame, prefer_literal=True, jit_options=_OPTIONS)
 def _choose_frame(
-    family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, width: Any
+    family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any, work: Any,
+    width: Any,
 ) -> Any:  # fmt: skip
     if not isinstance(family, types.IntegerLiteral):
         return None  # numba tries again when it knows the number
     number = family.literal_value
     if number not in _FRAMES:
-        expand_page = family_functions(number).expand_page
+        expand_side = family_functions(number).expand_side
 
         def call_page(
-            family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, width: Any
+            family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any,
+            work: Any, width: Any,
         ) -> Any:  # fmt: skip
-            expand_page(data, at, frames[0], frames[1][head], tokens.shape[0], scratch, 1, width)
+            table, count = frames[1][head], tokens.shape[0]
+            for side in range(2):
+                place = to + side * PAGE * width
+                expand_side(data, at, frames[0], table, side, 0, count, scratch, place, 0, work, 1, width)
 
         return call_page
     expand_frame = _FRAMES[number]
 
     def call(
-        family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, width: Any
+        family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any,
+        work: Any, width: Any,
     ) -> Any:  # fmt: skip
-        expand_frame(data, slab, at, frames, head, tokens, scratch, width)
+        expand_frame(data, slab, at, frames, head, tokens, scratch[to:], width)
 
     return call
 
@@ -90,7 +98,7 @@ def _rotate_row(scratch: Any, t: Any, cos: Any, sin: Any, position: Any, width: 
 @jit_inner
 def _expand_piece(
     family: int, data: Any, slab: int, frames: Any, heads: Any, head: Any, start: Any, sink: Any, angles: Any,
-    scratch: Any, width: int,
+    scratch: Any, work: Any, width: int,
 ) -> Any:  # fmt: skip
     """Up to 64 kept rows of a head from number `start` on, a multiple of 64, into scratch [2, 64, width].
 
@@ -105,13 +113,13 @@ def _expand_piece(
         f = firsts[head] + (start + t) // FRAME
         at = bag[f // per_slab] * slab + f % per_slab * figures[BYTES]
         mine = tokens[row + t : row + min(used, t + FRAME)]
-        _expand_frame(family, data, slab, at, frames, head, mine, scratch[t * width :], width)
+        _expand_frame(family, data, slab, at, frames, head, mine, scratch, t * width, work, width)
     if cos.shape[0] > 0:
         for t in range(used):
             _rotate_row(scratch, t, cos, sin, positions[row + t], width)
     if start == 0 and used > 0 and positions[row] == 0:
-        for i in range(width):
-            scratch[i], scratch[PAGE * width + i] = sink[0, head, i], sink[1, head, i]
+        for side in range(2):
+            put_sink(sink, side, head, scratch, side * PAGE * width, frames[7], width)
     return used
 
 
@@ -120,14 +128,16 @@ def expand_rows(
     family: int, data: Any, slab: int, frames: Any, heads: Any, head: int, sink: Any, angles: Any, out: Any,
     width: int,
 ) -> None:  # fmt: skip
-    """The rows that a head keeps, keys rotated to their positions: into out [rows, 2, width].
+    """The rows that a head keeps, in the basis, keys rotated to their positions: into out [rows, 2, width].
 
     data: the pool's bytes, with slabs of `slab` bytes. sink: the first token's keys and values, [2, kv_heads, width].
     """
     literally(width), literally(family)
-    scratch = np.zeros(2 * PAGE * width, np.float32)
+    scratch, work = np.zeros(2 * PAGE * width, np.float32), np.empty(work_floats(1, width), np.float32)
     for start in range(0, heads[1][head], PAGE):
-        used = _expand_piece(family, data, slab, frames, heads, head, start, sink, angles, scratch, width)
+        used = _expand_piece(
+            family, data, slab, frames, heads, head, start, sink, angles, scratch, work, width
+        )
         for t in range(used):
             for side in range(2):
                 for i in range(width):
@@ -150,30 +160,17 @@ def _attend_piece(
 
 
 @jit_inner
-def _expand_whole(family: int, number: Any, pages: Any, p: Any, scratch: Any, width: int) -> None:
-    """Page p of the slab with a number, with all its heads and rows."""
-    literally(width), literally(family)
-    data, slab, offset, page, constants = pages
-    at = number * slab + offset + p * page[BYTES]
-    expand_page_of(family, data, at, page, constants[p], PAGE, scratch, page[HEADS], width)
-
-
-@jit_inner
 def _add_chunks(
     family: int, state: Any, positions: Any, chunks: Any, sink: Any, pages: Any, p: Any, angles: Any, window: int,
-    scratch: Any, width: int,
+    scratch: Any, work: Any, width: int,
 ) -> None:  # fmt: skip
     """Add page p of the whole chunks to all rows."""
     literally(width), literally(family)
-    (cos, sin), per_page = angles, pages[3][HEADS]
+    per_page = pages[3][HEADS]
     for c in range(chunks.shape[0]):
         if window > 0 and positions[0] + 1 - window >= (c + 1) * PAGE:
             continue
-        _expand_whole(family, chunks[c], pages, p, scratch, width)
-        if cos.shape[0] > 0:
-            rotate_keys(scratch, PAGE, cos, sin, c * PAGE, per_page, width)
-        if c == 0:
-            restore_sink(sink[:, p * per_page : (p + 1) * per_page], scratch, per_page, width)
+        expand_whole(family, chunks[c], c, PAGE, p, sink, pages, angles, scratch, work, width)
         for n in range(positions.shape[0]):
             first = max(0, positions[n] + 1 - window - c * PAGE) if window > 0 else 0
             for h in range(per_page if first < PAGE else 0):
@@ -183,12 +180,14 @@ def _add_chunks(
 @jit_inner
 def _add_frames(
     family: int, state: Any, skips: Any, data: Any, slab: int, frames: Any, heads: Any, head: Any, sink: Any,
-    angles: Any, scratch: Any, width: int,
+    angles: Any, scratch: Any, work: Any, width: int,
 ) -> None:  # fmt: skip
     """Add the kept rows of a head to all rows; row n skips the first skips[n, head] of them."""
     literally(width), literally(family)
     for begin in range(skips[0, head] // PAGE * PAGE, heads[1][head], PAGE):
-        used = _expand_piece(family, data, slab, frames, heads, head, begin, sink, angles, scratch, width)
+        used = _expand_piece(
+            family, data, slab, frames, heads, head, begin, sink, angles, scratch, work, width
+        )
         for n in range(skips.shape[0]):
             first = max(0, skips[n, head] - begin)
             if first < used:
@@ -198,14 +197,16 @@ def _add_frames(
 @jit_inner
 def _add_ring(
     family: int, state: Any, positions: Any, ring: int, start: int, pages: Any, p: Any, angles: Any, window: int,
-    scratch: Any, width: int,
+    scratch: Any, work: Any, width: int,
 ) -> None:  # fmt: skip
     """Add page p of the ring, whose oldest token is at position `start`, to all rows."""
     literally(width), literally(family)
     (cos, sin), per_page = angles, pages[3][HEADS]
     rows, q, top, total, out, s = state
     group, last = s.shape[0] // PAGE, positions[positions.shape[0] - 1]
-    _expand_whole(family, ring, pages, p, scratch, width)
+    data, slab, offset, page, constants, _ = pages
+    at = ring * slab + offset + p * page[BYTES]
+    expand_page_of(family, data, at, page, constants[p], PAGE, scratch, work, per_page, width)
     for h in range(per_page if cos.shape[0] > 0 else 0):
         for position in range(start, last + 1):
             _rotate_row(scratch, h * 2 * PAGE + position % PAGE, cos, sin, position, width)
@@ -238,22 +239,25 @@ def attend_rows(
     q, s = np.empty((count, size), np.float32), np.empty(query_heads // kv_heads * PAGE, np.float32)
     top, total = np.empty((count, query_heads), np.float32), np.empty((count, query_heads), np.float32)
     scratch = np.zeros(per_page * 2 * PAGE * width, np.float32)
+    work = np.empty(work_floats(per_page, width), np.float32)
     top[:], total[:] = LOWEST, np.float32(0)
     for n in range(count):
         out[rows[n]] = np.float32(0)
         for i in range(size):
             q[n, i] = qkv[rows[n], i] * scale
+        match_queries(q[n], kv_heads, pages[5], width)
     state = (rows, q, top, total, out, s)
     for p in range(kv_heads // per_page):
-        _add_chunks(family, state, positions, chunks, sink, pages, p, angles, window, scratch, width)
+        _add_chunks(family, state, positions, chunks, sink, pages, p, angles, window, scratch, work, width)
     for head in range(kv_heads):
         _add_frames(
-            family, state, skips, pages[0], pages[1], frames, heads, head, sink, angles, scratch, width
+            family, state, skips, pages[0], pages[1], frames, heads, head, sink, angles, scratch, work, width
         )
     for p in range(kv_heads // per_page):
-        _add_ring(family, state, positions, ring, start, pages, p, angles, window, scratch, width)
+        _add_ring(family, state, positions, ring, start, pages, p, angles, window, scratch, work, width)
     for n in range(count):
         for g in range(query_heads):
             share = np.float32(1) / total[n, g]
             for i in range(g * width, (g + 1) * width):
                 out[rows[n], i] *= share
+        restore_outputs(out[rows[n]], kv_heads, pages[5], width)

@@ -10,7 +10,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from engine.cpu.coded import grouped_kernels, nuq_encode, nuq_expand, nuq_frames, plain_kernels, turbo_kernels
+from engine.cpu.coded.decode_kernels import decode_rows, read_runs
+from engine.cpu.coded.families import (
+    grouped_kernels,
+    nuq_encode,
+    nuq_expand,
+    nuq_frames,
+    plain_kernels,
+    turbo_kernels,
+)
 from engine.cpu.coded.frame_kernels import attend_rows, expand_rows, register_frames
 from engine.cpu.coded.page_kernels import (
     CALIBRATED,
@@ -18,18 +26,17 @@ from engine.cpu.coded.page_kernels import (
     PLAIN,
     ROTATED,
     PageKernels,
-    decode_rows,
     encode_tokens,
     expand_chunks,
-    read_runs,
     register_functions,
 )
+from engine.cpu.coded.stored_space import map_rows
 from engine.cpu.jit import jit
 
-register_functions(PLAIN, plain_kernels.expand_page, plain_kernels.encode_row)
-register_functions(GROUPED, grouped_kernels.expand_page, grouped_kernels.encode_row)
-register_functions(CALIBRATED, nuq_expand.expand_page, nuq_encode.encode_row)
-register_functions(ROTATED, turbo_kernels.expand_page, turbo_kernels.encode_row)
+register_functions(PLAIN, plain_kernels.expand_side, plain_kernels.encode_row)
+register_functions(GROUPED, grouped_kernels.expand_side, grouped_kernels.encode_row)
+register_functions(CALIBRATED, nuq_expand.expand_side, nuq_encode.encode_row)
+register_functions(ROTATED, turbo_kernels.expand_side, turbo_kernels.encode_row)
 register_frames(CALIBRATED, nuq_frames.expand_frame)
 
 
@@ -70,4 +77,8 @@ def build_page_kernels(family: int, width: int) -> PageKernels:
             family, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
         )
 
-    return PageKernels(encode, decode, expand, shared, kept, ragged)
+    @jit
+    def map_queries(queries: Any, kv_heads: int, basis: Any, back: bool) -> None:
+        map_rows(queries, kv_heads, basis, back, width)
+
+    return PageKernels(encode, decode, expand, shared, kept, ragged, map_queries)

@@ -1,7 +1,7 @@
 """Exact keys and values of first tokens, for pools with a codec.
 
 The first token of a sequence attends to itself alone, so its KV depends on its id only. It is computed once per id, by
-a forward pass of that single token, and kept beside the pool. Pages have no room for it (`kvcache.codecs.sinks`).
+a forward pass of that single token, and kept beside the pool. Pages have no room for it (`kvcache.codecs.page`).
 
 Which ids are kept in which slots is decided on rank 0 (`engine.batching.sink_slots`); `SinkTable` holds the numbers, on
 every rank. The memory plan says how many slots there are (`engine.model.memory_plan.sink_table_slots`), at least one

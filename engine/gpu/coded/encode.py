@@ -12,11 +12,16 @@ from engine.gpu.coded.expand import mix_heads
 from engine.gpu.coded.page_format import BF16, FP16, ROTATED
 from engine.gpu.decode_rows import PAGE
 from engine.gpu.triton_kernel import tl, triton_kernel
+from kvcache.codecs.turbo import STRETCHES
 
 MAX_HALF = tl.constexpr(65504.0)
 MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 # Added to a number below 2^22 and taken away again, this leaves the nearest whole number, ties to even.
 ROUNDER = tl.constexpr(12582912.0)
+# The middle of uniform codes of 8 bits.
+MIDDLE = tl.constexpr(127.5)
+# Factors that are tried beside 1 (`kvcache.codecs.turbo.STRETCHES`).
+LESS, MORE = (tl.constexpr(stretch) for stretch in STRETCHES[8][1:])
 # Above every index.
 NOWHERE = tl.constexpr(1 << 30)
 
@@ -181,36 +186,64 @@ def _encode_group(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel
-def _norm_scale(source, stored, FORMAT: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """‖row‖ / √d of the rows at source [ROWS], added from the first number to the last in float64; to float32 in such a
-    way that rounding it to float16 gives what rounding it once would: a number that is not exact becomes the neighbour
-    with an odd last bit.
+def _fold_sum(x, ROWS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of each row of x [ROWS, COUNT], one half added onto the other until one number is left: the order of
+    `kvcache.codecs.turbo.fold_sum`.
     """
-    squares = tl.full([ROWS], 0.0, tl.float64)
-    for n in range(FORMAT.width):
-        x = tl.load(source + n, mask=stored, other=0.0).to(tl.float32)
-        x = tl.minimum(tl.maximum(x, -MAX_HALF), MAX_HALF).to(tl.float64)
-        squares += x * x
-    exact = tl.sqrt(squares / FORMAT.width)
-    near = exact.to(tl.float32)
-    back = near.to(tl.float64)
-    bits = near.to(tl.int32, bitcast=True)
-    odd = tl.where(back > exact, bits - 1, bits) | 1
-    return tl.where(back == exact, bits, odd).to(tl.float32, bitcast=True)
+    LOG: tl.constexpr = COUNT.bit_length() - 1
+    for i in tl.static_range(LOG):
+        first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COUNT >> (i + 1))), (0, 2, 1)))
+        x = tl.reshape(first + second, (ROWS, COUNT >> (i + 1)))
+    return tl.reshape(x, (ROWS,))
+
+
+@triton_kernel
+def _divide_rows(x, scale):  # type: ignore[no-untyped-def]
+    """x [ROWS, COUNT] over scale [ROWS]; 0 where the scale is."""
+    there = scale[:, None] > 0.0
+    return tl.where(there, tl.div_rn(x, tl.where(there, scale[:, None], 1.0)), 0.0)
+
+
+@triton_kernel
+def _try_stretch(  # type: ignore[no-untyped-def]
+    numbers, stretch, own, table,
+    FORMAT: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Codes of numbers times a factor, the square of their levels' length, and how close they are in direction."""
+    codes = tl.where(own, _nearest(numbers * stretch, table + SIDE.middles, SIDE.bits), 0)
+    levels = tl.where(own, tl.load(table + SIDE.levels + codes), 0.0)
+    length = _fold_sum(levels * levels, ROWS, COUNT)
+    along = _fold_sum(numbers * levels, ROWS, COUNT)
+    return codes, length, tl.div_rn(along * along, length)
 
 
 @triton_kernel
 def _encode_mixed(  # type: ignore[no-untyped-def]
-    x, source, data, shorts, longs, table, at, row, stored,
-    FORMAT: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, BY_NORM: tl.constexpr,
+    x, data, shorts, longs, table, at, row, stored,
+    FORMAT: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """A head x [ROWS, COUNT], rotated at random and coded with one scale."""
     mixed = mix_heads(x, table, ROWS, FORMAT)
-    scale = _norm_scale(source, stored, FORMAT, ROWS) if BY_NORM else tl.max(tl.abs(mixed), 1)
-    scale = _store_half(shorts, (at + SIDE.scales) // 2 + row, scale, stored)[:, None]
-    numbers = tl.where(scale > 0.0, tl.div_rn(mixed, tl.where(scale > 0.0, scale, 1.0)), 0.0)
     own = tl.arange(0, COUNT)[None, :] < FORMAT.width
-    codes = tl.where(own, _nearest(numbers, table + SIDE.middles, SIDE.bits), 0)
+    place = (at + SIDE.scales) // 2 + row
+    if SIDE.bits == 8:
+        scale = _store_half(shorts, place, tl.max(tl.abs(mixed), 1), stored)
+        steps = _divide_rows(mixed, scale) * MIDDLE + MIDDLE
+        codes = tl.minimum(tl.maximum((steps + ROUNDER) - ROUNDER, 0.0), 2.0 * MIDDLE).to(tl.int32)
+        codes = tl.where(own, codes, 0)
+    else:
+        squares = _fold_sum(mixed * mixed, ROWS, COUNT)
+        numbers = _divide_rows(mixed, tl.sqrt_rn(tl.div_rn(squares, squares * 0.0 + FORMAT.width)))
+        codes, length, closest = _try_stretch(numbers, 1.0, own, table, FORMAT, SIDE, ROWS, COUNT)
+        if SIDE.bits == 3:
+            for n in tl.static_range(2):
+                tried, size, close = _try_stretch(
+                    numbers, LESS if n == 0 else MORE, own, table, FORMAT, SIDE, ROWS, COUNT
+                )
+                better = close > closest
+                codes, length = tl.where(better[:, None], tried, codes), tl.where(better, size, length)
+                closest = tl.where(better, close, closest)
+        _store_half(shorts, place, tl.sqrt_rn(tl.div_rn(squares, length)), stored)
     begin = at + SIDE.codes + row * (FORMAT.width * SIDE.bits // 8)
     _store_codes(data, shorts, longs, begin, codes, FORMAT.width, stored, ROWS, COUNT, SIDE.bits)
 
@@ -259,10 +292,7 @@ def _encode_side(  # type: ignore[no-untyped-def]
     if PLAIN:
         _encode_plain(x, shorts, at, row, stored, FORMAT, SIDE, COUNT)
     elif FORMAT.family == ROTATED:
-        BY_NORM: tl.constexpr = KEYS and FORMAT.by_norm == 1
-        _encode_mixed(
-            x, source, data, shorts, longs, table, at, row, stored, FORMAT, SIDE, ROWS, COUNT, BY_NORM
-        )
+        _encode_mixed(x, data, shorts, longs, table, at, row, stored, FORMAT, SIDE, ROWS, COUNT)
     elif FORMAT.group > 0:
         _encode_group(x, data, shorts, longs, at, row, number, stored, FORMAT, SIDE, ROWS, COUNT)
     elif KEYS:

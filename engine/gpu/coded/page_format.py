@@ -81,8 +81,6 @@ class PageNumbers(NamedTuple):
     slot_block: int
     # Whether the place of an outlier takes 16 bits.
     wide: int
-    # Whether the scale of a key is its norm, and not its largest magnitude.
-    by_norm: int
     # Values of a block that is rotated at random.
     mix: int
     # Powers of two, at least 16, that hold a head and half a head.
@@ -128,7 +126,6 @@ def describe_pages(codecs: Sequence[Sequence[Codec]], device: torch.device, dtyp
         slots=slots,
         slot_block=next_power_of_two(slots),
         wide=int(is_calibrated and index_bits(first.shape.width) == 16),
-        by_norm=int(isinstance(first, TurboCodec) and first.by_norm),
         mix=block_size(width),
         block=max(MIN_BLOCK, next_power_of_two(width)),
         half_block=max(MIN_BLOCK, next_power_of_two(width // 2)),
@@ -175,6 +172,12 @@ def _check_shape(codec: Codec) -> None:
     width = codec.shape.head_dim
     step = 2 * CODES_PER_WORD if isinstance(codec, NuqCodec) else CODES_PER_WORD
     group = codec.group if isinstance(codec, GroupedCodec) else width
+    if codec.codec_id.name == "fp8" or codec.basis.has_factors:
+        raise ConfigError(
+            f"the KV codec {codec.codec_id} is not available on a GPU",
+            "its kernels have no numbers of 8 bits, and no factors of a calibration",
+            "use --device cpu, or a codec in full without a calibration, for example int4.g32 or tq4.s0",
+        )
     if codec.codec_id.name == "raw":
         raise ConfigError(
             f"the KV codec {codec.codec_id} is not available on a GPU",

@@ -247,6 +247,8 @@ def calibration_figures(calibration: Calibration, surrogate: KeepSurrogate) -> d
         "group": calibration.group,
         "tokens": calibration.tokens,
         "codecs": list(calibration.constants),
+        "factors": list(calibration.factors),
+        "factors_digest": calibration.factors_digest if calibration.factors else None,
         "quality": None if quality is None else msgspec.to_builtins(quality),
         "zap": {"digest": surrogate.digest, "tokens": surrogate.tokens, "r2": round(surrogate.r2, 4)},
     }
@@ -272,6 +274,10 @@ def _print_figures(console: Console, calibration: Calibration, out: Path) -> Non
         console.print(
             f"perplexity {quality.perplexity} on {quality.windows} held-out windows of {quality.tokens} tokens",
             highlight=False,
+        )
+    if calibration.factors:
+        console.print(
+            f"factors for {', '.join(calibration.factors)}: {calibration.factors_digest}", highlight=False
         )
     console.print(
         f"calibration {calibration.digest}, groups of {calibration.group} values, written to {out}",

@@ -1,11 +1,11 @@
-"""`diptych calibrate`: the constants that `nuq*` KV codecs need of a model, as a file beside it."""
+"""`diptych calibrate`: what KV codecs need to know of a model, as a file beside it."""
 
 from __future__ import annotations
 
 from services.cli.calibrate.options import CalibrateOptions
 from services.cli.option_fields import options_command
 
-HELP = """Fit the KV codecs nuq4, nuq3 and nuq2, and evictions, to a model, and measure what each codec costs.
+HELP = """Fit the KV codecs nuq*, factors for int* and tq*, and evictions to a model; measure what each codec costs.
 
 \b
   diptych calibrate ./my-model --text sample.txt

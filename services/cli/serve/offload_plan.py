@@ -98,7 +98,11 @@ def needs_weights(config: Config) -> bool:
         ConfigError: --bulk-policy cannot be read, or names no codec.
     """
     policy = parse_policy(config.bulk_policy or "", default_policy(1))
-    return bool(policy.kv_codec) and parse_codec_id(policy.kv_codec).family == CALIBRATED
+    if not policy.kv_codec:
+        return False
+    codec_id = parse_codec_id(policy.kv_codec)
+    may_have = codec_id.takes_factors and config.kv_cache_calibration is not None
+    return codec_id.family == CALIBRATED or may_have
 
 
 def _find_checkpoint(config: Config, path: str) -> Checkpoint:

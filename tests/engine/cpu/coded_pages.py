@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,16 +10,19 @@ import numpy as np
 import torch
 
 from engine.batching.batch import pack_batch
+from engine.calibration.fitting import fit_layer
 from engine.cpu.coded.attention import CodedAttention, CodedPool
 from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
 from engine.cpu.coded.sink_table import SinkTable
 from engine.step_work import StepWork
-from kvcache.codecs.codec_id import CALIBRATED, complete_codec_id, parse_codec_id
+from kvcache.codecs.basis import Basis
+from kvcache.codecs.codec_id import CALIBRATED, ROTATED, complete_codec_id, parse_codec_id
 from kvcache.codecs.datatype import LayerConstants
-from kvcache.codecs.fitting import fit_layer
+from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec, PageShape
 from kvcache.codecs.registry import build_codec
+from kvcache.codecs.turbo import TurboCodec
 from kvcache.layout import KvLayout
 from tests.unit.codecs.oracles import outlier_rows, random_sample
 
@@ -37,9 +41,19 @@ def fit(name: str, heads: int, width: int) -> LayerConstants:
 
 
 def make_codec(name: str, heads: int, width: int) -> Codec:
-    """The codec of a page, which has all heads for `nuq*` and one for all others."""
-    codec_id = complete_codec_id(parse_codec_id(name), heads, width, DIGEST)
-    if codec_id.family == CALIBRATED:
+    """The codec of a page, which has all heads for `nuq*` and one for all others; `int4@` has factors per channel."""
+    if name.endswith("@"):
+        codec = make_codec(name[:-1], heads, width)
+        pairs, rest = np.random.default_rng(width).uniform(-3, 3, (2, width)).astype(np.float32)
+        basis = Basis(np.tile(np.exp2(pairs[: width // 2]), 2), np.exp2(rest), codec.basis.seed)
+        made: type[TurboCodec | GroupedCodec] = (
+            TurboCodec if codec.codec_id.family == ROTATED else GroupedCodec
+        )
+        return made(replace(codec.codec_id, calibration=DIGEST), width, basis)
+    kind = parse_codec_id(name)
+    digest = DIGEST if kind.family == CALIBRATED else None
+    codec_id = complete_codec_id(kind, heads, width, digest)
+    if digest is not None:
         return NuqCodec(codec_id, PageShape(heads, width), fit(name, heads, width))
     return build_codec(codec_id, width)
 

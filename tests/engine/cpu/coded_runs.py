@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.calibration.fitting import fit_layer
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
-from kvcache.codecs.fitting import fit_layer
 from tests.unit.codecs.oracles import random_sample
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -34,7 +34,7 @@ def complete(name: str, calibration: Calibration) -> CodecId:
     codec_id = parse_codec_id(name)
     if codec_id.family == CALIBRATED:
         codec_id = replace(codec_id, group=calibration.group)
-    return complete_codec_id(codec_id, HEADS, HEAD_DIM, calibration.digest)
+    return complete_codec_id(codec_id, HEADS, HEAD_DIM, calibration.digest_for(codec_id.name))
 
 
 def rows_that_differ(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -12,17 +12,17 @@ import torch
 from diptych.kernels.cache import kernel_source_stamp
 from engine.batching.batch import pack_batch
 from engine.cpu.attention import worthwhile_plan
-from engine.cpu.coded import (
+from engine.cpu.coded import page_factory
+from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
+from engine.cpu.coded.families import (
     grouped_kernels,
     nuq_encode,
     nuq_expand,
     nuq_frames,
-    page_factory,
     plain_kernels,
     turbo_kernels,
 )
-from engine.cpu.coded.compiled_attention import CompiledAttention, build_angles
-from engine.cpu.coded.exact import load_half, round_half
+from engine.cpu.coded.packed import load_half, round_half
 from engine.cpu.jit import jit
 from engine.model.memory_plan import angle_table_bytes
 from engine.step_work import StepWork
@@ -31,11 +31,11 @@ from tests.engine.cpu.coded_pages import LAYER, NO_NORMS, QUERIES, make_pair, ma
 
 CALIBRATED_NAMES = ("nuq4-1%", "nuq4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2")
 CALIBRATED_SHAPES = ((2, 16), (4, 32), (3, 8), (2, 64), (8, 64))
-NAMES = ("fp16", "bf16", "int8", "int4", "tq4", "tq3", "tq-k8v4")
+NAMES = ("fp16", "bf16", "fp8", "int8", "int4", "tq4", "tq3", "tq-k8v4")
 # Groups that are whole vectors and groups that are not; heads that are rotated whole, and in blocks.
 GRID = (
     *((name, *shape) for name in CALIBRATED_NAMES for shape in CALIBRATED_SHAPES),
-    *((name, 2, 16) for name in (*NAMES, "int4.g8", "int8.g8", "tq4.s7")),
+    *((name, 2, 16) for name in (*NAMES, "int4.g8", "int8.g8", "tq4.s7", "int4@", "tq3@")),
     *((name, *shape) for name in ("tq4", "tq3", "tq-k8v4") for shape in ((3, 24), (1, 48))),
 )
 
@@ -59,7 +59,7 @@ def test_codes_and_numbers_are_those_of_the_codec(name: str, heads: int, width: 
     )  # fmt: skip
     for slab, found in zip((7, 2, 4), scratch, strict=True):
         expanded = [
-            codec.expand_page(page) for codec, page in zip(codecs, slow._pages[slab, LAYER], strict=True)
+            codec.expand_stored(page) for codec, page in zip(codecs, slow._pages[slab, LAYER], strict=True)
         ]
         for side, expected in enumerate(
             np.concatenate(parts, axis=1) for parts in zip(*expanded, strict=True)
@@ -71,7 +71,7 @@ def test_codes_and_numbers_are_those_of_the_codec(name: str, heads: int, width: 
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(("name", "shape", "groups"), [
     ("nuq4-1%", (4, 32), 1), ("nuq4-1%", (2, 64), 2), ("nuq3-1%", (2, 16), 2), ("nuq2", (3, 8), 1),
-    *((name, (2, 16), 1) for name in NAMES),
+    *((name, (2, 16), 1) for name in (*NAMES, "int8@", "tq4@")),
 ])  # fmt: skip
 def test_attention_is_that_of_the_slow_path(
     name: str, shape: tuple[int, int], groups: int, window: int
@@ -113,7 +113,7 @@ BRANCHES = [[0, 2, 0, 15], [2, 8, 0, 8], [2, 7, 8, 15]]
 @pytest.mark.parametrize("runs", [ONE_RUN, BRANCHES], ids=["nine chunks", "branches"])
 @pytest.mark.parametrize(("name", "shape", "groups"), [
     ("nuq4-1%", (4, 32), 1), ("nuq3-1%", (2, 16), 2), ("nuq2", (3, 8), 1),
-    *((name, (2, 16), 1) for name in ("bf16", "int8", "int4", "tq4", "tq-k8v4")),
+    *((name, (2, 16), 1) for name in ("bf16", "int8", "int4@", "tq4@", "tq-k8v4")),
 ])  # fmt: skip
 def test_shared_chunks_are_read_in_pieces_and_by_branches(
     name: str, shape: tuple[int, int], groups: int, runs: list[list[int]]

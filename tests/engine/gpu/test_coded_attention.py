@@ -249,7 +249,10 @@ def test_padding_rows_write_nothing() -> None:
     assert (bench.pages.data == 255).all() and not bench.pages.broken.any()
 
 
-@pytest.mark.parametrize(("name", "heads", "width"), [("nuq4", 3, 8), ("raw", 2, 16), ("int8", 2, 12)])
+@pytest.mark.parametrize(
+    ("name", "heads", "width"),
+    [("nuq4", 3, 8), ("raw", 2, 16), ("int8", 2, 12), ("fp8", 2, 16), ("int4@", 2, 16), ("tq4@", 2, 16)],
+)
 def test_what_the_kernels_cannot_handle_is_refused(name: str, heads: int, width: int) -> None:
     with pytest.raises(ConfigError, match="not available on a GPU") as caught:
         CodedBench(name, heads, width)

@@ -22,6 +22,7 @@ from benchmarks.kv_schemes import (
     list_schemes,
     per_token_scheme,
 )
+from engine.calibration.fitting import LayerSample
 from engine.calibration.kv_capture import capture_layers
 from engine.calibration.kv_quality import (
     CodingScheme,
@@ -36,7 +37,6 @@ from engine.calibration.kv_quality import (
 )
 from kvcache.codecs.calibration import CALIBRATED_NAMES
 from kvcache.codecs.codec_id import CODE_BITS
-from kvcache.codecs.fitting import LayerSample
 from kvcache.codecs.page import Floats
 from kvcache.codecs.registry import build_codec
 from models.recall import RecallSeries

@@ -10,8 +10,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.calibration.fitting import LayerSample
 from kvcache.codecs.datatype import Datatype, LayerConstants
-from kvcache.codecs.fitting import LayerSample
 
 Floats = NDArray[np.float32]
 f32, f16 = np.float32, np.float16
@@ -109,17 +109,60 @@ def hadamard(vector: Floats) -> Floats:
     return out
 
 
-def rotated(token: Floats, signs: Floats, levels: Floats, by_norm: bool) -> Floats:
-    """One head [head_dim], a power of two, coded after a random rotation: TurboQuant section 3."""
+def fold(numbers: list[np.float32]) -> np.float32:
+    """The sum of numbers, one half onto the other, of the next power of two from 16 on."""
+    size = max(16, 1 << (len(numbers) - 1).bit_length())
+    numbers = [*numbers, *[f32(0)] * (size - len(numbers))]
+    while len(numbers) > 1:
+        half_size = len(numbers) // 2
+        numbers = [f32(a + b) for a, b in zip(numbers[:half_size], numbers[half_size:], strict=True)]
+    return numbers[0]
+
+
+def rotated(token: Floats, signs: Floats, levels: Floats) -> Floats:
+    """One head [head_dim], a power of two, coded after a random rotation: TurboQuant section 3, with its own norm."""
     root = f32(1 / np.sqrt(len(token)))
     mixed = hadamard(token * signs) * root
-    if by_norm:
-        scale = f32(half(math.sqrt(math.fsum(float(x) ** 2 for x in token) / len(token))))
-    else:
-        scale = f32(half(max(abs(mixed))))
-    numbers = [f32(x / scale) if scale > 0 else f32(0) for x in mixed]
-    coded = np.array([f32(levels[nearest(x, levels)] * scale) for x in numbers], f32)
+    squares = fold([f32(x * x) for x in mixed])
+    deviation = f32(np.sqrt(f32(squares / f32(len(token)))))
+    numbers, closest, codes, size = (
+        [f32(x / deviation) if deviation > 0 else f32(0) for x in mixed],
+        f32(-1),
+        [0],
+        f32(1),
+    )
+    for stretch in (1.0, 0.9, 1.1) if len(levels) == 8 else (1.0,):
+        tried = [nearest(f32(x * f32(stretch)), levels) for x in numbers]
+        length = fold([f32(levels[c] * levels[c]) for c in tried])
+        along = fold([f32(x * levels[c]) for x, c in zip(numbers, tried, strict=True)])
+        if f32(f32(along * along) / length) > closest:
+            closest, codes, size = f32(f32(along * along) / length), tried, length
+    scale = f32(half(f32(np.sqrt(f32(squares / size)))))
+    coded = np.array([f32(levels[c] * scale) for c in codes], f32)
     return np.asarray(hadamard(coded) * root * signs, f32)
+
+
+def rotated_uniform(token: Floats, signs: Floats) -> Floats:
+    """The same with 8 bits: 256 levels at equal distances up to the largest magnitude."""
+    root = f32(1 / np.sqrt(len(token)))
+    mixed = hadamard(token * signs) * root
+    scale, middle = f32(half(max(abs(mixed)))), f32(127.5)
+    coded = []
+    for x in mixed:
+        step = f32(f32(f32(x / scale) * middle) + middle) if scale > 0 else middle
+        code = min(max(round(float(step)), 0), 255)  # ties to even
+        coded.append(f32(f32(f32(code - middle) * f32(1 / middle)) * scale))
+    return np.asarray(hadamard(np.array(coded, f32)) * root * signs, f32)
+
+
+def eighth(number: np.float32) -> np.float32:
+    """Nearest of the finite numbers of e4m3, ties to an even mantissa, by searching all of them."""
+    numbers = [
+        (e > 0) * 2.0 ** (e - 7) * (1 + m / 8) + (e == 0) * m * 2.0**-9 for e in range(16) for m in range(8)
+    ]
+    aim = min(abs(float(number)), 448.0)
+    size = min(range(127), key=lambda code: (abs(numbers[code] - aim), code & 1))
+    return f32(math.copysign(numbers[size], number))
 
 
 def bfloat16(number: np.float32) -> np.float32:

@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 
+from engine.calibration.fitting import fit_layer
 from kvcache.codecs.calibration import CalibratedModel, Calibration
 from kvcache.codecs.codec_id import CODE_BITS, complete_codec_id, parse_codec_id
-from kvcache.codecs.fitting import fit_layer
 from kvcache.codecs.page import Codec
 from kvcache.codecs.registry import build_codec
 from tests.unit.codecs.oracles import random_sample
@@ -34,5 +34,6 @@ def calibration(heads: int = HEADS, head_dim: int = HEAD_DIM) -> Calibration:
 
 def make_codec(name: str, heads: int = HEADS, head_dim: int = HEAD_DIM) -> Codec:
     known = calibration(heads, head_dim)
-    codec_id = complete_codec_id(parse_codec_id(name), heads, head_dim, known.digest)
+    kind = parse_codec_id(name)
+    codec_id = complete_codec_id(kind, heads, head_dim, known.digest_for(kind.name))
     return build_codec(codec_id, head_dim, known, layer=1)

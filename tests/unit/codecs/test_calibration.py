@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from diptych.errors import ModelError
+from diptych.errors import ConfigError, ModelError
+from engine.calibration.fitting import fit_layer
 from kvcache.codecs import calibration as module
 from kvcache.codecs.calibration import (
     FILE_NAME,
@@ -26,8 +27,9 @@ from kvcache.codecs.calibration import (
     serialise_calibration,
     write_calibration,
 )
-from kvcache.codecs.codec_id import parse_codec_id
-from kvcache.codecs.fitting import fit_layer
+from kvcache.codecs.codec_id import complete_codec_id, parse_codec_id
+from kvcache.codecs.datatype import LayerFactors
+from kvcache.codecs.registry import build_codec
 from tests.unit.codecs.oracles import random_sample
 
 MODEL = CalibratedModel("f" * 64, 2, 2, 16)
@@ -59,7 +61,7 @@ def refused(path: Path, model: CalibratedModel = MODEL) -> str:
         read_calibration(path, model)
     lines = caught.value.lines()
     assert 3 <= len(lines) <= 6 and all(len(line) < 400 for line in lines) and str(path) in lines[0]
-    assert lines[1].startswith("  why: ") and "tq4" in lines[-1]
+    assert lines[1].startswith("  why: ") and "fp8" in lines[-1]
     return "\n".join(lines)
 
 
@@ -189,7 +191,8 @@ def set_quality(codec: str, delta: str) -> Change:
         (set_metadata("quality", '{"windows": 1}'), "missing required field"),
         (set_quality("nuq2", "1e999"), "out of range"),
         (set_quality("nuq9", "1"), "unknown codecs"),
-        (set_metadata("format", "diptych kvquant 2"), "its format is diptych kvquant 2"),
+        (set_metadata("format", "diptych kvquant 2"), "its format is diptych kvquant 2, which does not fit"),
+        (set_metadata("format", "diptych kvquant 3"), "its format is diptych kvquant 3, not"),
         (lambda tensors, metadata: metadata.clear(), "its format is not given"),
     ],
 )
@@ -273,3 +276,70 @@ def test_a_write_that_fails_leaves_the_file_before_it(
     with pytest.raises(OSError, match="no room"):
         write_calibration(replace(fitted, tokens=8), path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(scope="module")
+def factored(fitted: Calibration) -> Calibration:
+    """With factors for `int4`, which differ from pair to pair."""
+    pairs = np.tile(2.0 ** np.arange(-4, 4, dtype=np.float32), 4)
+    layers = tuple(LayerFactors(pairs, np.flip(pairs) + layer) for layer in range(2))
+    return replace(fitted, factors={"int4": layers})
+
+
+def test_factors_are_read_back_and_leave_the_ids_of_constants_as_they_were(
+    tmp_path: Path, fitted: Calibration, factored: Calibration
+) -> None:
+    path = tmp_path / FILE_NAME
+    write_calibration(factored, path)
+    found = read_calibration(path, MODEL)
+    assert found.digest == fitted.digest == found.digest_for("nuq2") and found.digest_for("tq4") is None
+    assert found.digest_for("int4") == factored.factors_digest != found.digest
+    basis, whole = found.head_basis("int4", 1, 1, None), factored.factors["int4"][1]
+    assert basis.key_factors is not None and basis.value_factors is not None
+    assert basis.key_factors.tobytes() == whole.keys[16:].tobytes()
+    assert basis.value_factors.tobytes() == whole.values[16:].tobytes()
+    assert path.read_bytes().count(b"kvquant 2") == 1
+    write_calibration(fitted, path)
+    assert path.read_bytes().count(b"kvquant 1") == 1, "as it was before there were factors"
+
+
+def set_factor(side: str, number: float) -> Change:
+    def change(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        tensors[f"int4.{side}_factors"] = np.array(tensors[f"int4.{side}_factors"])
+        tensors[f"int4.{side}_factors"][1, 3] = number
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (set_factor("value", 0), "beyond"),
+        (set_factor("value", -1), "beyond"),
+        (set_factor("value", 2.0**13), "beyond"),
+        (set_factor("value", float("inf")), "not finite"),
+        (set_factor("key", float("nan")), "not finite"),
+        (set_factor("key", 3), "two factors for one rotary pair"),
+        (set_factor("value", 3), "its factors_digest is"),
+        (set_metadata("factors_digest", "0" * 16), "its factors_digest is 0000000000000000"),
+        (set_metadata("format", "diptych kvquant 1"), "does not fit its tensors"),
+        (lambda tensors, metadata: tensors.pop("int4.key_factors"), "unknown or missing: int4.key_factors"),
+    ],
+)
+def test_factors_that_cannot_be_right_are_refused(
+    tmp_path: Path, factored: Calibration, change: Change, reason: str
+) -> None:
+    assert reason in refused(changed(tmp_path / FILE_NAME, factored, change))
+
+
+def test_a_codec_of_other_factors_is_refused(factored: Calibration) -> None:
+    codec_id = complete_codec_id(parse_codec_id("int4"), 2, 16, factored.digest_for("int4"))
+    assert str(codec_id) == f"int4.g16@{factored.factors_digest}"
+    build_codec(codec_id, 16, factored, 1, 1)
+    for other in (None, replace(factored, factors={})):
+        with pytest.raises(ConfigError, match="of another calibration"):
+            build_codec(codec_id, 16, other)
+    with pytest.raises(ConfigError, match="made with another calibration"):
+        complete_codec_id(codec_id, 2, 16, "0" * 16)
+    with pytest.raises(ConfigError, match="no parameter a calibration"):
+        parse_codec_id(f"fp8@{factored.factors_digest}")

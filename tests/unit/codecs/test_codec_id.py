@@ -22,12 +22,15 @@ HASH = "0123456789abcdef"
         (f"nuq3@{HASH}", f"nuq3.g128@{HASH}"),
         ("tq-k8v4", "tq-k8v4.s0"),
         ("tq3.s17", "tq3.s17"),
+        (f"tq4@{HASH}", f"tq4.s0@{HASH}"),
+        (f"int4@{HASH}", f"int4.g32@{HASH}"),
     ],
 )
 def test_what_was_left_out_is_filled_in_for_the_model(text: str, canonical: str) -> None:
-    complete = complete_codec_id(parse_codec_id(text), 4, 32, HASH)
+    digest = HASH if "@" in canonical else None
+    complete = complete_codec_id(parse_codec_id(text), 4, 32, digest)
     assert str(complete) == canonical
-    assert parse_codec_id(canonical) == complete == complete_codec_id(complete, 4, 32, HASH)
+    assert parse_codec_id(canonical) == complete == complete_codec_id(complete, 4, 32, digest)
 
 
 def test_groups_of_int_are_those_of_flexgen_where_heads_are_larger() -> None:
@@ -52,7 +55,7 @@ def test_other_texts_are_refused(text: str) -> None:
     assert len(caught.value.lines()) == 3 and max(map(len, caught.value.lines())) < 200
 
 
-@pytest.mark.parametrize("text", ["raw.g64", "tq4.g32", "int4.s1", "nuq4.s1", f"int4@{HASH}", f"raw@{HASH}"])
+@pytest.mark.parametrize("text", ["raw.g64", "tq4.g32", "int4.s1", "nuq4.s1", f"fp8@{HASH}", f"raw@{HASH}"])
 def test_a_parameter_that_would_do_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="has no parameter"):
         parse_codec_id(text)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcache.codecs.codec_id import parse_codec_id
-from kvcache.codecs.datatype import MIN_SCALE, assign_codes, normalise_keys
-from kvcache.codecs.fitting import (
+from engine.calibration.fitting import (
     correct_levels,
     fit_datatype,
     fit_key_ranges,
     fit_layer,
     weighted_kmeans,
 )
+from kvcache.codecs.codec_id import parse_codec_id
+from kvcache.codecs.datatype import MIN_SCALE, assign_codes, normalise_keys
 from kvcache.codecs.rotation import rotate_rows
 from tests.unit.codecs.oracles import Floats, random_sample
 

@@ -3,7 +3,7 @@
 What is in a frame: `kvcache.eviction.kept_rows.FrameFormat`. The figures of a frame have, from `SECTIONS` on, the
 offsets of the codes of keys and of values, of the numbers of outliers and of the first one, then the bytes of an
 outlier, and the bits of a number of outliers. `DETAIL` is the number of outlier slots of a page's row; a head's
-constants are those of `engine.cpu.coded.nuq_expand` for the head alone.
+constants are those of `engine.cpu.coded.families.nuq_expand` for the head alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numba.misc.special import literally
 from numpy.typing import NDArray
 
 from engine.cpu.coded.code_rows import expand_row, read_code
-from engine.cpu.coded.exact import add_at, byte_at, exact_add, exact_mul, jit_exact, load_half
+from engine.cpu.coded.exact import add_at, exact_add, exact_mul, jit_exact, jit_exact_part
+from engine.cpu.coded.packed import byte_at, load_half
 from engine.cpu.coded.page_kernels import BYTES, DETAIL, KEY_BITS, PAGE, SECTIONS
 from engine.cpu.simd import LANES, load, splat, store
 from kvcache.codecs.page import PageShape
@@ -59,7 +60,7 @@ def _add_outliers(data: Any, slab: Any, at: Any, frames: Any, count: Any, scratc
                 entry += 1
 
 
-@jit_exact
+@jit_exact_part
 def expand_frame(
     data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, width: int
 ) -> None:
@@ -70,14 +71,14 @@ def expand_frame(
     row = (width * bits + 7) // 8
     for t in range(tokens.shape[0]):
         codes = at + figures[SECTIONS] + t * row
-        expand_row(data, codes, bits, table, levels, table, scratch, t * width, 1, width)
+        expand_row(data, codes, bits, table, levels, table, scratch, t * width, 0, 1, width)
         shared = _find_entry(slab, frames, frames[4], tokens[t], TOKEN_BYTES)
-        # As in `engine.cpu.coded.nuq_expand.expand_page`.
+        # As in `engine.cpu.coded.families.nuq_expand.expand_page`.
         scale, zero = load_half(data, shared), load_half(data, shared + 2) + np.float32(0)
         scaled = exact_mul(load(table, levels + LANES), splat(scale))
         store(numbers, 0, exact_add(scaled, splat(zero)))
         codes = at + figures[SECTIONS + 1] + t * row
-        expand_row(data, codes, bits, numbers, 0, table[:0], scratch, (PAGE + t) * width, 1, width)
+        expand_row(data, codes, bits, numbers, 0, table[:0], scratch, (PAGE + t) * width, 0, 1, width)
     if figures[DETAIL] > 0:
         _add_outliers(data, slab, at, frames, tokens.shape[0], scratch, width)
 

@@ -2,7 +2,7 @@
 
 What a model computes for calibration text comes in as arrays [tokens, channels]: keys before rotation and values, and
 for each of them the squared gradient of the loss (the diagonal of the Fisher information). First tokens are left out by
-the caller (`kvcache.codecs.sinks`). Sections are those of KVQuant, arXiv 2401.18079.
+the caller (`kvcache.codecs.page`). Sections are those of KVQuant, arXiv 2401.18079.
 """
 
 from __future__ import annotations

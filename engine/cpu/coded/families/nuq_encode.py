@@ -1,6 +1,6 @@
 """Codes new keys and values into `nuq*` pages in kernels: the bytes of `kvcache.codecs.nuq.NuqCodec`, to the bit.
 
-Sections and constants of a page are those of `engine.cpu.coded.nuq_expand`.
+Sections and constants of a page are those of `engine.cpu.coded.families.nuq_expand`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from engine.cpu.coded.exact import (
     exact_mul,
     exact_sub,
     jit_exact,
-    look_up,
+    jit_exact_part,
     mask_above,
-    store_half,
 )
+from engine.cpu.coded.packed import look_up, store_half
 from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS, VALUE_BITS
 from engine.cpu.simd import LANES, larger, load, splat, store
 
@@ -189,7 +189,7 @@ def _encode_values(x: Any, data: Any, at: Any, page: Any, row: Any, table: Any, 
         _store_outlier(data, first, residuals, j, group, i, residual)
 
 
-@jit_exact
+@jit_exact_part
 def encode_row(
     keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
 ) -> None:

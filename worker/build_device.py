@@ -38,7 +38,7 @@ from engine.model.device_plan import (
     predict_needs,
 )
 from engine.model.device_step import list_graph_rows
-from engine.model.kv_codec import resolve_kv_classes, split_ranks
+from engine.model.kv_codec import check_device_codec, resolve_kv_classes, split_ranks
 from engine.model.memory_plan import (
     AUTO_POOL_REQUESTS,
     MemoryPlan,
@@ -139,6 +139,7 @@ def resolve_device_model(spec: WorkerSpec) -> tuple[ResolvedModel, OpenedDevice]
     if len(classes) > 1:
         why = f"--kv-cache-codec {spec.kv_cache_codec} names several"
         raise ConfigError("the pool of a worker on a GPU has one codec", why, "name one")
+    check_device_codec(classes[0].codec)
     shards = split_ranks(checkpoint, classes, 1, 1)
     plan = _plan_pool(spec, checkpoint, opened, checkpoint.layout(dtype, classes[0].codec))
     return ResolvedModel(checkpoint, plan, dtype, shards, classes, (plan.num_slabs,)), opened

@@ -31,6 +31,7 @@ from kvcache.codecs.turbo import TurboCodec
 
 Ints = NDArray[np.int64]
 Doubles = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # Tokens on which candidates are tried, evenly spread.
 MAX_TOKENS = 2048
@@ -64,14 +65,21 @@ class HeadSide:
             pairs = rows.reshape(len(rows), 2, -1)
             largest = np.tile(np.sqrt(np.square(pairs).sum(axis=1)).max(axis=0), 2)
             square, fisher = (np.tile(one.reshape(2, -1).sum(axis=0), 2) for one in (square, fisher))
-        ends = 1 / np.maximum(largest, TINY)
-        roots = (np.maximum(fisher, TINY) / np.maximum(square, TINY)) ** 0.25
-        return [_normalise(one) for one in (ends, np.sqrt(ends), roots)]
+        # Channels that hardly move count as if they moved a little.
+        ends = 1 / np.maximum(largest, max(largest.max() / MAX_FACTOR, TINY))
+        least = max(square.max() / MAX_FACTOR**2, TINY)
+        roots = (np.maximum(fisher, TINY) / np.maximum(square, least)) ** 0.25
+        return [_normalise(one, largest > 0) for one in (ends, np.sqrt(ends), roots)]
 
 
-def _normalise(factors: Doubles) -> Floats:
-    """Factors with a geometric mean of one, within bounds."""
-    even = factors / np.exp(np.log(factors).mean())
+def _normalise(factors: Doubles, alive: Bools) -> Floats:
+    """Factors within bounds whose geometric mean over channels that are `alive` is one.
+
+    Channels that are always zero get 1: any factor leaves them zero, and theirs would push those of all others away.
+    """
+    even = np.ones_like(factors)
+    if alive.any():
+        even[alive] = factors[alive] / np.exp(np.log(factors[alive]).mean())
     bounded: Floats = np.clip(even, 1 / MAX_FACTOR, MAX_FACTOR).astype(np.float32)
     return bounded
 

@@ -17,10 +17,11 @@ from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, pars
 # Imported for types only: both modules import NumPy.
 if TYPE_CHECKING:
     from engine.model.checkpoint import Checkpoint
-    from kvcache.codecs.calibration import Calibration, MeasuredQuality
+    from kvcache.codecs.calibration import Calibration
     from kvcache.layout import Shard
 
 
+INT_AND_TQ = "int* or tq* without a group and seed"
 # The share of the pool that `raw` gets of a plain `auto`.
 AUTO_RAW_SHARE = 0.25
 
@@ -60,10 +61,16 @@ def resolve_kv_classes(
         must_use = not auto and len(users) <= 1
         codec, calibration = resolve_kv_codec(checkpoint, str(one.codec_id), file, must_use=must_use)
         choices.append(KvClassChoice(codec, calibration, one.share))
+    found = next((one.calibration for one in choices if one.calibration is not None), None)
+    if calibration_file and found is None and not auto:
+        raise ConfigError(
+            "none of the KV codecs takes anything from the calibration",
+            f"--kv-cache-codec {asked}, --kv-cache-calibration {calibration_file}",
+            f"leave it out; or take factors: name {INT_AND_TQ}, with a calibration that has some for it",
+        )
     if any(one.codec for one in choices):
-        found = next((one.calibration for one in choices if one.calibration is not None), None)
-        quality = _find_quality(checkpoint, found, calibration_file if auto else "")
-        choices = [replace(one, loss_pct=_recorded_loss(checkpoint, one.codec, quality)) for one in choices]
+        measured = _find_measured(checkpoint, found, calibration_file if auto else "")
+        choices = [replace(one, loss_pct=_recorded_loss(checkpoint, one.codec, measured)) for one in choices]
     codecs = [one.codec for one in choices]
     twice = next((codec for codec in codecs if codecs.count(codec) > 1), None)
     if twice is not None:
@@ -83,8 +90,8 @@ def expand_auto(
     """
     if split_auto(asked) != (True, ""):
         return asked
-    quality = _find_quality(checkpoint, None, calibration_file)
-    if quality is None:
+    measured = _find_measured(checkpoint, None, calibration_file)
+    if measured is None or (quality := measured.quality) is None:
         raise ConfigError(
             "--kv-cache-codec auto needs to know what codecs cost, and nothing says it",
             f"there is no calibration of {checkpoint.name} with measured losses",
@@ -151,10 +158,10 @@ def _no_choice_error(asked: str, budget_pct: float, losses: Mapping[str, float |
     )
 
 
-def _find_quality(
+def _find_measured(
     checkpoint: Checkpoint, calibration: Calibration | None, calibration_file: str
-) -> MeasuredQuality | None:
-    """What the model's calibration says that codecs cost: `calibration`, or else the file; None if nothing says it.
+) -> Calibration | None:
+    """The calibration that says what codecs cost: `calibration`, or else the file; None if nothing says it.
 
     A file that was not asked for counts only if it can be read.
     """
@@ -166,20 +173,23 @@ def _find_quality(
         except ModelError:
             if calibration_file:
                 raise
-    return None if calibration is None else calibration.quality
+    return None if calibration is None or calibration.quality is None else calibration
 
 
-def _recorded_loss(checkpoint: Checkpoint, codec: str, quality: MeasuredQuality | None) -> float | None:
-    """The loss of a codec, if it was measured with these parameters."""
+def _recorded_loss(checkpoint: Checkpoint, codec: str, measured: Calibration | None) -> float | None:
+    """The loss of a codec, if the calibration has it for these parameters: with the factors that the calibration has
+    for the codec, and with none if it has none.
+    """
     if not codec:
         return 0.0
     codec_id, config = parse_codec_id(codec), checkpoint.config
-    if quality is None or codec_id.name not in quality.codecs:
+    if measured is None or measured.quality is None or codec_id.name not in measured.quality.codecs:
         return None
-    plain = complete_codec_id(CodecId(codec_id.name), config.kv_heads, config.head_dim, codec_id.calibration)
-    if codec_id.family != CALIBRATED and codec_id != plain:
-        return None
-    return quality.codecs[codec_id.name].ppl_delta_pct
+    if codec_id.family != CALIBRATED:
+        digest = measured.digest_for(codec_id.name)
+        if codec_id != complete_codec_id(CodecId(codec_id.name), config.kv_heads, config.head_dim, digest):
+            return None
+    return measured.quality.codecs[codec_id.name].ppl_delta_pct
 
 
 def largest_codec(checkpoint: Checkpoint, classes: tuple[KvClassChoice, ...]) -> str:
@@ -265,17 +275,63 @@ def _find_factors(checkpoint: Checkpoint, codec_id: CodecId, file: str, must_use
     if codec_id.takes_factors and checkpoint.weights and (open_id or (file and must_use)):
         from engine.model.calibration_file import load_calibration  # imports NumPy
 
-        found = load_calibration(checkpoint, file)
+        try:
+            found = load_calibration(checkpoint, file)
+        except ModelError:
+            # A damaged file that was not asked for keeps no codec from being used that works without.
+            if file or codec_id.calibration is not None:
+                raise
         if open_id and found is not None and found.digest_for(codec_id.name) is not None:
             return found
     if file and must_use:
-        what = f"has no factors for {codec_id}" if found is not None else "is of no use to this codec"
-        raise ConfigError(
+        raise _unused_file_error(checkpoint, codec_id, file, found)
+    return None
+
+
+def _unused_file_error(
+    checkpoint: Checkpoint, codec_id: CodecId, file: str, calibration: Calibration | None
+) -> ConfigError:
+    """A single codec takes nothing from the file that was named."""
+    given = f"--kv-cache-calibration names {file}"
+    if not codec_id.takes_factors:
+        return ConfigError(
             f"the KV codec {codec_id} takes no calibration",
-            f"--kv-cache-calibration names {file}, which {what}",
+            given,
             "leave it out, or use a codec with one, for example --kv-cache-codec nuq4-1%",
         )
-    return None
+    if codec_id != CodecId(codec_id.name) and codec_id.calibration is None:
+        return ConfigError(
+            f"the KV codec {codec_id} takes no calibration: with a group or seed, an id without @ has no factors",
+            given,
+            f"leave it out, or name {codec_id.name} alone, which takes the factors that the file has for it",
+        )
+    names = ", ".join(calibration.factors) if calibration is not None else ""
+    return ConfigError(
+        f"the calibration has no factors for {codec_id.name}, so the KV codec {codec_id} takes nothing from it",
+        f"{given}, which has factors for {names or 'no codec'}",
+        f"leave it out, or find factors:  diptych calibrate {checkpoint.name} --out FILE",
+    )
+
+
+def check_device_codec(codec: str) -> None:
+    """Check that kernels for GPUs have a codec, of a canonical id; empty: none.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    codec_id = parse_codec_id(codec or RAW_CLASS)
+    if codec_id.name == "fp8":
+        raise ConfigError(
+            f"the KV codec {codec_id} is not available on a GPU",
+            "kernels there have no numbers of 8 bits (e4m3)",
+            "use --kv-cache-codec int8 or fp16, or --device cpu",
+        )
+    if codec_id.takes_factors and codec_id.calibration is not None:
+        raise ConfigError(
+            f"the KV codec {codec_id} is not available on a GPU",
+            "kernels there have no factors per channel, and the model's calibration has some for this codec",
+            f"use --kv-cache-codec {replace(codec_id, calibration=None)}, which has none, or --device cpu",
+        )
 
 
 def _find_calibration(checkpoint: Checkpoint, codec_id: CodecId, file: str) -> Calibration:

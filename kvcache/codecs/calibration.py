@@ -249,7 +249,7 @@ def read_calibration(path: Path, model: CalibratedModel) -> Calibration:
         ) from error
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
         raise ModelError(
-            f"the file {path} is not a KVQuant calibration", _shorten(str(error)), ADVICE
+            f"the file {path} is not a calibration of KV codecs", _shorten(str(error)), ADVICE
         ) from error
     _check_model(path, metadata, model)
     try:

@@ -17,6 +17,9 @@ from diptych.messages import Hello
 
 # Where an id is divided into its name and its parameters.
 ID_PARTS = re.compile(r"(?=[.@])")
+# How names of codecs begin that always have a calibration. Others may have one, so that an id of theirs is whole
+# without it: `int4.g32` is another class than `int4.g32@0123456789abcdef`.
+CALIBRATED_PREFIX = "nuq"
 
 
 class KvPoolSize(NamedTuple):
@@ -56,14 +59,21 @@ def classes_of(hello: Hello) -> Mapping[str, tuple[int, int]]:
 def names_class(asked: str, kv_class: str) -> bool:
     """Whether `asked` is the id of the class, its codec's name with some of the id's parameters, or `AUTO_CLASS`.
 
-    An id is NAME[.gGROUP][.sSEED][@CALIBRATION], see `kvcache.codecs.codec_id`.
+    An id is NAME[.gGROUP][.sSEED][@CALIBRATION], see `kvcache.codecs.codec_id`. One with a group or seed and without a
+    calibration names no class that has factors of a calibration.
     """
     if asked in (kv_class, AUTO_CLASS):
         return True
     (name, *given), (codec, *parameters) = (ID_PARTS.split(one) for one in (asked, kv_class))
     rest = iter(parameters)
     # In the order of the id, each at most once.
-    return name == codec and all(one in rest for one in given)
+    fits = name == codec and all(one in rest for one in given)
+    is_whole = bool(given) and not codec.startswith(CALIBRATED_PREFIX)
+    return fits and (not is_whole or _has_calibration(given) == _has_calibration(parameters))
+
+
+def _has_calibration(parameters: list[str]) -> bool:
+    return any(one.startswith("@") for one in parameters)
 
 
 def holds_class(hello: Hello, kv_class: str | None) -> bool:

@@ -17,6 +17,7 @@ from engine.model.device_plan import (
     plan_transfer_buffer,
     predict_needs,
 )
+from engine.model.kv_codec import check_device_codec
 from engine.model.memory_plan import (
     AUTO_POOL_REQUESTS,
     USABLE_SHARE,
@@ -66,9 +67,11 @@ def plan_on_gpu(
     """The plan of one of `num_workers` workers on this machine, whose share of the host's memory is `host_bytes`.
 
     Raises:
-        ConfigError: there is no GPU, or it lacks the type of the weights, or the swap space does not fit.
+        ConfigError: there is no GPU, or it lacks the type of the weights, or kernels for the codec; or the swap space
+            does not fit.
         ModelError: the model, its longest request or the buffer does not fit; with the arithmetic.
     """
+    check_device_codec(codec)
     dtype = device_dtype(ask.dtype)
     layout, usable = checkpoint.layout(dtype, codec), int(host_bytes * USABLE_SHARE)
     workers, emulated = 1, 0

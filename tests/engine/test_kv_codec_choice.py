@@ -18,8 +18,15 @@ from diptych.specs import WorkerSpec
 from engine.calibration.fitting import fit_layer
 from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_codec import resolve_kv_codec
-from kvcache.codecs.calibration import FILE_NAME, MAX_FILE_BYTES, Calibration, write_calibration
+from engine.model.kv_codec import check_device_codec, resolve_kv_classes, resolve_kv_codec
+from kvcache.codecs.calibration import (
+    FILE_NAME,
+    MAX_FILE_BYTES,
+    Calibration,
+    CodecQuality,
+    MeasuredQuality,
+    write_calibration,
+)
 from kvcache.codecs.codec_id import parse_codec_id
 from kvcache.codecs.datatype import LayerFactors
 from services.cli.serve.specs import worker_spec
@@ -175,12 +182,63 @@ def test_a_name_alone_takes_the_factors_of_a_calibration_and_a_full_id_what_it_s
         resolve_kv_codec(model, full)
     for asked, why in (
         ("tq4", "has no factors for tq4"),
-        ("int4.g32", "has no factors"),
-        ("fp8", "no use to this codec"),
+        ("tq4", "which has factors for int4"),
+        ("int4.g32", "or name int4 alone"),
+        ("fp8", "takes no calibration"),
     ):
-        with pytest.raises(ConfigError, match="takes no calibration") as caught:
-            resolve_kv_codec(model, asked, str(file))
-        assert why in "".join(caught.value.lines()) and len(caught.value.lines()) <= 6
+        assert why in refused(model, asked, file)
+
+
+def test_a_calibration_that_no_class_uses_is_refused(
+    model: Checkpoint, fitted: Calibration, file: Path, tmp_path: Path
+) -> None:
+    ones = np.ones(4 * 32, np.float32)
+    path, layers = tmp_path / "factors", tuple(LayerFactors(2 * ones, ones) for _ in range(6))
+    write_calibration(replace(fitted, factors={"int4": layers}), path)
+    sized: dict[str, Any] = {"kv_bytes": 64 << 20}
+    for codecs, given in (("raw:0.5,fp8", path), ("int4.g32:0.5,tq4", path), ("int4:0.5,tq4", file)):
+        message = refused(model, codecs, given, **sized)
+        assert (
+            "none of the KV codecs takes anything from the calibration" in message and str(given) in message
+        )
+    assert [bool(one.calibration) for one in resolve_kv_classes(model, "tq4:0.5,int4", str(path))] == [
+        False,
+        True,
+    ]
+
+
+def test_a_loss_is_that_of_the_class_that_was_measured(
+    model: Checkpoint, fitted: Calibration, tmp_path: Path
+) -> None:
+    """The file has factors for `int4`, so it was measured with them: what `int4.g32` loses, it does not say."""
+    ones = np.ones(4 * 32, np.float32)
+    path, layers = tmp_path / "measured", tuple(LayerFactors(2 * ones, ones) for _ in range(6))
+    row = CodecQuality(5.0, 0.5, (0.4, 0.6))
+    quality = MeasuredQuality(2, 64, 3.0, {"int4": row, "tq4": row, "nuq4-1%": row})
+    write_calibration(replace(fitted, factors={"int4": layers}, quality=quality), path)
+    for codecs, losses in (
+        ("nuq4-1%:0.5,int4.g32:0.25,int4:0.25", [0.5, None, 0.5]),
+        ("nuq4-1%:0.5,tq4:0.25,tq4.s1:0.25", [0.5, 0.5, None]),
+    ):
+        found = resolve_kv_classes(model, codecs, str(path))
+        assert [one.loss_pct for one in found] == losses
+
+
+@pytest.mark.parametrize(
+    ("codec", "fix"),
+    [
+        ("fp8", "int8 or fp16"),
+        ("int4.g32@0123456789abcdef", "--kv-cache-codec int4.g32,"),
+        ("tq4.s0@0123456789abcdef", "--kv-cache-codec tq4.s0,"),
+    ],
+)
+def test_what_kernels_for_gpus_lack_is_refused(codec: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="not available on a GPU") as caught:
+        check_device_codec(codec)
+    lines = caught.value.lines()
+    assert len(lines) <= 6 and fix in lines[-1] and "--device cpu" in lines[-1]
+    for other in ("", "int4.g32", "tq4.s0", "nuq4-1%.g128@0123456789abcdef"):
+        check_device_codec(other)
 
 
 def test_a_calibration_that_was_replaced_on_disk_is_refused_at_the_next_start(
@@ -288,8 +346,9 @@ def test_a_codec_that_needs_a_calibration_names_the_ways_out(model: Checkpoint) 
 
 
 def test_a_calibration_that_nothing_uses_is_refused(model: Checkpoint, file: Path) -> None:
-    for codec in ("raw", "tq4"):
-        assert f"the KV codec {codec} takes no calibration" in refused(model, codec, file)
+    assert "the KV codec raw takes no calibration" in refused(model, "raw", file)
+    message = refused(model, "tq4", file)
+    assert "has no factors for tq4" in message and "factors for no codec" in message
 
 
 def test_a_calibration_of_another_model(model: Checkpoint, fitted: Calibration, tmp_path: Path) -> None:
@@ -306,7 +365,7 @@ def test_a_calibration_that_is_damaged(model: Checkpoint, fitted: Calibration, f
     whole = file.read_bytes()
     for cut in (0, 7, 100, len(whole) - 1):
         file.write_bytes(whole[:cut])
-        assert "is not a KVQuant calibration" in refused(model, "nuq4-1%", file)
+        assert "is not a calibration of KV codecs" in refused(model, "nuq4-1%", file)
     layers = fitted.constants["nuq4-1%"]
     spoilt = replace(layers[2], key_scales=np.full_like(layers[2].key_scales, np.nan))
     write_calibration(

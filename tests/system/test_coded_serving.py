@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -27,6 +28,7 @@ from planner.costs.profile_file import built_in_profile
 from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement
 from tests.support.deployment import Served, call_at_once, serve_parts, wait_for
+from tests.system.factored_calibration import write_factored
 from tests.system.transformers_oracle import TINY, read_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -52,9 +54,9 @@ class Answer:
 class LoneWorker:
     """The model over a pool with a codec, in this process, one sequence at a time."""
 
-    def __init__(self, codec: str) -> None:
+    def __init__(self, codec: str, file: str = "") -> None:
         files = Checkpoint.resolve(str(TINY))
-        codec_id, calibration = resolve_kv_codec(files, codec)
+        codec_id, calibration = resolve_kv_codec(files, codec, file, must_use=False)
         self.layout = files.layout(codec=codec_id)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
         pool = KvPool(self.layout, self.layout.num_chunks(CONTEXT))
@@ -77,13 +79,13 @@ class LoneWorker:
 
 
 @cache
-def lone_worker(codec: str) -> LoneWorker:
-    return LoneWorker(codec)
+def lone_worker(codec: str, file: str = "") -> LoneWorker:
+    return LoneWorker(codec, file)
 
 
 @cache
-def expected(codec: str, number: int) -> Answer:
-    return lone_worker(codec).answer(prompts()[number])
+def expected(codec: str, number: int, file: str = "") -> Answer:
+    return lone_worker(codec, file).answer(prompts()[number])
 
 
 @cache
@@ -107,9 +109,9 @@ def complete(served: Served, prompt: list[int], num_tokens: int = NEW_TOKENS) ->
     return found, usage.prompt_tokens_details.cached_tokens or 0
 
 
-def find_errors(found: list[Answer], codec: str) -> list[float]:
+def find_errors(found: list[Answer], codec: str, file: str = "") -> list[float]:
     """Differences of the log-probabilities from those of one worker alone; at least 99 % of the answers are its own."""
-    wanted = [expected(codec, number) for number in range(len(found))]
+    wanted = [expected(codec, number, file) for number in range(len(found))]
     other = [
         len(prompts()[n])
         for n, (one, two) in enumerate(zip(found, wanted, strict=True))
@@ -124,9 +126,9 @@ def find_errors(found: list[Answer], codec: str) -> list[float]:
     ]
 
 
-def assert_same(found: list[Answer], codec: str) -> None:
+def assert_same(found: list[Answer], codec: str, file: str = "") -> None:
     """At least 99 % of the answers are those of one worker alone, and their log-probabilities are close."""
-    assert max(find_errors(found, codec)) <= SAME
+    assert max(find_errors(found, codec, file)) <= SAME
 
 
 def ask_all(served: Served) -> tuple[list[Answer], list[int]]:
@@ -284,6 +286,27 @@ def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_
             assert [cached for _, cached, _ in mine] == hits
     assert ask_for(both_classes, 3, None)[2] == "raw", "the first named class is the default"
     wait_for(lambda: both_classes.held() == {})
+
+
+def test_classes_with_factors_and_without_are_those_of_one_worker_each(tmp_path: Path) -> None:
+    """`int4` is served twice; an id without a calibration is never that with one. Each head has factors of its own."""
+    file, codecs = str(tmp_path / "factors"), "fp8:0.25,int4:0.25,int4.g32:0.25,tq4"
+    digest = write_factored(Path(file), "int4", "tq4")
+    pools = ("--prefill", "1", "--decode", "1", "--kv-cache-calibration", file)
+    prompts()
+    with serve_parts(*pools, "--kv-cache-codec", codecs, *SIZED) as served:
+        ids = {kv: lone_worker(kv, file).layout.kv_class for kv in ("fp8", "int4", "int4.g32", "tq4")}
+        assert [*ids.values()] == ["fp8", f"int4.g32@{digest}", "int4.g32", f"tq4.s0@{digest}"]
+        for chunks_cached in (False, True):
+            for kv, kv_class in ids.items():
+                found = [ask_for(served, number, kv) for number in range(len(LENGTHS))]
+                assert {applied for _, _, applied in found} == {kv_class}
+                assert_same([answer for answer, _, _ in found], kv, file)
+                hits = [(n - 1) // 64 * 64 if chunks_cached else 0 for n in LENGTHS]
+                assert [cached for _, cached, _ in found] == hits
+        with pytest.raises(openai.BadRequestError, match="tq4.s0"):
+            ask_for(served, 0, "tq4.s0")
+        wait_for(lambda: served.held() == {})
 
 
 def test_the_router_chooses_the_class_where_a_request_leaves_it_to_the_router(both_classes: Served) -> None:

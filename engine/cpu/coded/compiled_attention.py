@@ -19,9 +19,18 @@ from diptych.chunks import CHUNK_TOKENS
 from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import crossover_queries, worthwhile_plan
 from engine.cpu.coded.attention import CodedAttention, CodedPool, check_finite_rows, normalise_heads
-from engine.cpu.coded.families import nuq_expand, nuq_frames, plain_kernels, turbo_kernels
+from engine.cpu.coded.families import grouped_kernels, nuq_expand, nuq_frames, plain_kernels, turbo_kernels
 from engine.cpu.coded.page_factory import build_page_kernels
-from engine.cpu.coded.page_kernels import BYTES, CALIBRATED, GROUPED, PLAIN, ROTATED, SECTIONS, PageKernels
+from engine.cpu.coded.page_kernels import (
+    BYTES,
+    CALIBRATED,
+    GROUPED,
+    PLAIN,
+    ROTATED,
+    SECTIONS,
+    PageKernels,
+    number_functions,
+)
 from engine.cpu.coded.stored_space import basis_arrays
 from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
 from engine.cpu.tiled_attention import build_prefill_kernel
@@ -76,17 +85,19 @@ def find_family(codecs: Sequence[Sequence[Codec]], head_dim: int) -> PageFamily:
 
 
 def _find_number(codec: Codec) -> tuple[int, int]:
-    """The number of a codec's family, and the one that it has in `DETAIL`."""
+    """The number of a codec's functions, and the one that it has in `DETAIL`."""
+    bits = codec.codec_id.code_bits[0]
     if isinstance(codec, NuqCodec):
-        return CALIBRATED, 2 * codec.per_side
+        return number_functions(CALIBRATED, bits), 2 * codec.per_side
     if isinstance(codec, TurboCodec):
-        return ROTATED, 0
+        return number_functions(ROTATED, bits), 0
     if isinstance(codec, GroupedCodec):
-        return GROUPED, codec.group
+        variant = grouped_kernels.find_variant(bits, codec.group, codec.shape.head_dim)
+        return number_functions(GROUPED, variant), codec.group
     assert isinstance(codec, PlainCodec) and codec.codec_id.name != "raw", (
         f"there are no kernels for {codec.codec_id}"
     )
-    return PLAIN, plain_kernels.find_kind(codec.codec_id.name)
+    return number_functions(PLAIN, plain_kernels.find_kind(codec.codec_id.name)), 0
 
 
 def _page_constants(codec: Codec) -> Floats:
@@ -212,11 +223,13 @@ class CompiledAttention(CodedAttention):
         """Chunks `first` and following of a sequence of `length` tokens, in `slabs`, as in a raw pool: keys rotated.
 
         Returns:
-            [chunks, kv_heads, 2, 64, head_dim]. Rows from `length` on are undefined.
+            [chunks, kv_heads, 2, 64, head_dim]. Rows from `length` on are zeros.
         """
         pool = self._take_chunks(len(slabs))
         self._expand_chunks(layer, slabs, first, length, sink, pool)
         expanded = pool.reshape(len(slabs), self.layout.kv_heads, 2, CHUNK_TOKENS, self.layout.head_dim)
+        if len(slabs) and (rest := (first + len(slabs)) * CHUNK_TOKENS - length) > 0:
+            expanded[-1, :, :, CHUNK_TOKENS - rest :] = 0
         for head in range(self.layout.kv_heads if self._has_basis(layer) else 0):
             self._restore_rows(layer, head, expanded[:, head].swapaxes(1, 2))
         return expanded
@@ -259,13 +272,18 @@ class CompiledAttention(CodedAttention):
 
     def _has_basis(self, layer: int) -> bool:
         """Whether rows of a layer are stored in another basis than that of the model."""
-        return any(array.size > 0 for array in self._bases[layer])
+        return self._bases[layer] is not None
 
     def _restore_rows(self, layer: int, head: int, rows: Floats) -> None:
-        """Rows [..., 2, head_dim] of one KV head out of the basis, in place."""
+        """Rows [..., 2, head_dim] of one KV head out of the basis, in place.
+
+        A slab's rows that were never written may hold any number; they stay apart from all others, and nobody reads
+        them.
+        """
         basis = self._codecs[layer][head // self.first_codec.shape.heads].basis
-        rows[..., 0, :] = basis.restore_keys(rows[..., 0, :])
-        rows[..., 1, :] = basis.restore_values(rows[..., 1, :])
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows[..., 0, :] = basis.restore_keys(rows[..., 0, :])
+            rows[..., 1, :] = basis.restore_values(rows[..., 1, :])
 
     @property
     def _raw_floats(self) -> int:

@@ -29,10 +29,11 @@ from engine.cpu.coded.exact import jit_exact
 from engine.cpu.coded.page_kernels import (
     BYTES,
     HEADS,
+    NUM_FAMILIES,
     PAGE,
     expand_page_of,
     expand_whole,
-    family_functions,
+    find_functions,
     rotate_head,
     work_floats,
 )
@@ -65,8 +66,8 @@ def _choose_frame(
     if not isinstance(family, types.IntegerLiteral):
         return None  # numba tries again when it knows the number
     number = family.literal_value
-    if number not in _FRAMES:
-        expand_side = family_functions(number).expand_side
+    if number % NUM_FAMILIES not in _FRAMES:
+        expand_side = find_functions(number).expand_side
 
         def call_page(
             family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any,
@@ -78,7 +79,7 @@ def _choose_frame(
                 expand_side(data, at, frames[0], table, side, 0, count, scratch, place, 0, work, 1, width)
 
         return call_page
-    expand_frame = _FRAMES[number]
+    expand_frame = _FRAMES[number % NUM_FAMILIES]
 
     def call(
         family: Any, data: Any, slab: Any, at: Any, frames: Any, head: Any, tokens: Any, scratch: Any, to: Any,

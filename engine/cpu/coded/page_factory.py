@@ -25,6 +25,7 @@ from engine.cpu.coded.page_kernels import (
     GROUPED,
     PLAIN,
     ROTATED,
+    PageFunctions,
     PageKernels,
     encode_tokens,
     expand_chunks,
@@ -33,16 +34,27 @@ from engine.cpu.coded.page_kernels import (
 from engine.cpu.coded.stored_space import map_rows
 from engine.cpu.jit import jit
 
-register_functions(PLAIN, plain_kernels.expand_side, plain_kernels.encode_row)
-register_functions(GROUPED, grouped_kernels.expand_side, grouped_kernels.encode_row)
-register_functions(CALIBRATED, nuq_expand.expand_side, nuq_encode.encode_row)
-register_functions(ROTATED, turbo_kernels.expand_side, turbo_kernels.encode_row)
+for _kind in range(len(plain_kernels.KINDS)):
+    register_functions(PLAIN, _kind, plain_kernels.make_functions(_kind))
+for _bits in (4, 8):
+    for _whole in (False, True):
+        register_functions(GROUPED, 2 * _bits + _whole, grouped_kernels.make_functions(_bits, _whole))
+for _bits in (2, 3, 4):
+    register_functions(
+        CALIBRATED, _bits, PageFunctions(nuq_expand.make_expand_side(_bits), nuq_encode.encode_row)
+    )
+# Bits of keys, and of values.
+for _bits, _value_bits in ((3, 3), (4, 4), (8, 4)):
+    register_functions(ROTATED, _bits, turbo_kernels.make_functions(_bits, _value_bits))
 register_frames(CALIBRATED, nuq_frames.expand_frame)
 
 
 @cache
 def build_page_kernels(family: int, width: int) -> PageKernels:
-    """The kernels of a family for one head dimension, both compiled as constants."""
+    """The kernels of a variant of a family for one head dimension, both compiled as constants.
+
+    `family` is the number of `engine.cpu.coded.page_kernels.number_functions`.
+    """
 
     @jit
     def encode(

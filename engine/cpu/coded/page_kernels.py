@@ -44,6 +44,7 @@ from engine.cpu.simd import LANES, load, store
 PAGE = CHUNK_TOKENS
 # Families.
 PLAIN, GROUPED, CALIBRATED, ROTATED = range(4)
+NUM_FAMILIES = 4
 # Places in `page`: bytes of a page, its KV heads, bits of a key's and of a value's code, a number that each family uses
 # in its own way, and the offsets of the sections, in the order of the NumPy codec.
 BYTES, HEADS, KEY_BITS, VALUE_BITS, DETAIL, SECTIONS = range(6)
@@ -77,21 +78,26 @@ class PageFunctions:
     encode_row: Any
 
 
-# By family. A kernel cannot take a function as an argument, or numba would not store it on disk. So kernels are
-# compiled for the number of a family, and the compiler takes the functions of that family for `expand_side_of` and
-# `_encode`.
+# By number. A kernel cannot take a function as an argument, or numba would not store it on disk. So kernels are
+# compiled for a number, which says family and variant, and the compiler takes the functions of that number for
+# `expand_side_of` and `_encode`. A variant has its numbers of bits as constants: no kernel has code for other codecs.
 _FUNCTIONS: dict[int, PageFunctions] = {}
 _OPTIONS: Any = JIT_OPTIONS | NO_WRAPPERS
 
 
-def register_functions(family: int, expand_side: Any, encode_row: Any) -> None:
-    """Make the functions of a family known, for kernels of the module that calls this."""
-    _FUNCTIONS[family] = PageFunctions(expand_side, encode_row)
+def number_functions(family: int, variant: int) -> int:
+    """The number of a variant's functions."""
+    return variant * NUM_FAMILIES + family
 
 
-def family_functions(family: int) -> PageFunctions:
-    """The functions of a family."""
-    return _FUNCTIONS[family]
+def register_functions(family: int, variant: int, functions: PageFunctions) -> None:
+    """Make the functions of a variant of a family known, for kernels of the module that calls this."""
+    _FUNCTIONS[number_functions(family, variant)] = functions
+
+
+def find_functions(number: int) -> PageFunctions:
+    """The functions with a number."""
+    return _FUNCTIONS[number]
 
 
 def expand_side_of(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from diptych.errors import ConfigError
 from engine.gpu.launch import next_power_of_two
 from engine.gpu.triton_kernel import INTERPRETED, tl
+from engine.model.kv_codec import check_device_codec
 from kvcache.codecs.datatype import Datatype
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.hadamard import block_size, random_signs
@@ -172,12 +173,7 @@ def _check_shape(codec: Codec) -> None:
     width = codec.shape.head_dim
     step = 2 * CODES_PER_WORD if isinstance(codec, NuqCodec) else CODES_PER_WORD
     group = codec.group if isinstance(codec, GroupedCodec) else width
-    if codec.codec_id.name == "fp8" or codec.basis.has_factors:
-        raise ConfigError(
-            f"the KV codec {codec.codec_id} is not available on a GPU",
-            "its kernels have no numbers of 8 bits, and no factors of a calibration",
-            "use --device cpu, or a codec in full without a calibration, for example int4.g32 or tq4.s0",
-        )
+    check_device_codec(str(codec.codec_id))
     if codec.codec_id.name == "raw":
         raise ConfigError(
             f"the KV codec {codec.codec_id} is not available on a GPU",

@@ -57,12 +57,14 @@ def is_same_codec(dims: ModelDims, first: str, second: str) -> bool:
 
 
 def find_codec(dims: ModelDims, names: Iterable[str], codec: str) -> str | None:
-    """The first of `names` that means the same as `codec` for a model; None if there is none.
+    """The first of `names` that means the same as `codec` for a model, or `codec` itself if it is among them; None if
+    there is none.
 
     Raises:
         ConfigError: there is no such codec, or it does not fit the model's heads.
     """
-    return next((name for name in names if is_same_codec(dims, name, codec)), None)
+    same = [name for name in names if is_same_codec(dims, name, codec)]
+    return codec if codec in same else next(iter(same), None)
 
 
 def _canonical_id(codec_id: CodecId, dims: ModelDims) -> CodecId:

@@ -40,11 +40,14 @@ def fit(name: str, heads: int, width: int) -> LayerConstants:
     return fit_layer(sample, [kind], heads * width)[name]
 
 
-def make_codec(name: str, heads: int, width: int) -> Codec:
-    """The codec of a page, which has all heads for `nuq*` and one for all others; `int4@` has factors per channel."""
+def make_codec(name: str, heads: int, width: int, place: int = 0) -> Codec:
+    """The codec of a page, which has all heads for `nuq*` and one for all others; `int4@` has factors per channel,
+    others for each `place`.
+    """
     if name.endswith("@"):
         codec = make_codec(name[:-1], heads, width)
-        pairs, rest = np.random.default_rng(width).uniform(-3, 3, (2, width)).astype(np.float32)
+        rng = np.random.default_rng([width, place])
+        pairs, rest = rng.uniform(-3, 3, (2, width)).astype(np.float32)
         basis = Basis(np.tile(np.exp2(pairs[: width // 2]), 2), np.exp2(rest), codec.basis.seed)
         made: type[TurboCodec | GroupedCodec] = (
             TurboCodec if codec.codec_id.family == ROTATED else GroupedCodec
@@ -78,7 +81,10 @@ def make_pair(
     codec = make_codec(name, heads, width)
     pages = heads // codec.shape.heads * groups
     layout = KvLayout(LAYERS, heads * groups, width, "float32", str(codec.codec_id))
-    codecs = ((codec,) * pages,) * LAYERS
+    codecs = tuple(
+        tuple(make_codec(name, heads, width, layer * pages + page) for page in range(pages))
+        for layer in range(LAYERS)
+    )
     frequencies = 10000.0 ** -(np.arange(width // 2) / (width // 2))
     sinks, rng = SinkTable(layout), np.random.default_rng(1)
     for layer in range(LAYERS):

@@ -13,6 +13,7 @@ from engine.model.calibration_file import identify_model
 from engine.model.checkpoint import Checkpoint
 from kvcache.codecs.calibration import Calibration
 from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, parse_codec_id
+from kvcache.codecs.datatype import LayerFactors
 from tests.unit.codecs.oracles import random_sample
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,8 +31,20 @@ def calibrate(files: Checkpoint, group: int = HEADS * HEAD_DIM) -> Calibration:
     return Calibration(identify_model(files), group, 400, constants)
 
 
+def with_factors(calibration: Calibration, name: str) -> Calibration:
+    """With factors of `int4@` or `tq4@`, others for each layer and head; of other names without."""
+    if not name.endswith("@"):
+        return calibration
+    rng, layers = np.random.default_rng(11), list[LayerFactors]()
+    for _ in range(calibration.model.layers):
+        pairs = np.tile(rng.uniform(-3, 3, (HEADS, 1, HEAD_DIM // 2)), (1, 2, 1)).reshape(-1)
+        values = rng.uniform(-3, 3, HEADS * HEAD_DIM)
+        layers.append(LayerFactors(*(np.exp2(one).astype(np.float32) for one in (pairs, values))))
+    return replace(calibration, factors={name[:-1]: tuple(layers)})
+
+
 def complete(name: str, calibration: Calibration) -> CodecId:
-    codec_id = parse_codec_id(name)
+    codec_id = parse_codec_id(name.rstrip("@"))
     if codec_id.family == CALIBRATED:
         codec_id = replace(codec_id, group=calibration.group)
     return complete_codec_id(codec_id, HEADS, HEAD_DIM, calibration.digest_for(codec_id.name))

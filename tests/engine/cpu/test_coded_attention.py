@@ -37,10 +37,12 @@ from tests.engine.cpu.coded_runs import (
     calibrate,
     complete,
     rows_that_differ,
+    with_factors,
 )
 from tests.support.factories import make_folder, make_oracle
 
-NAMES = ("fp16", "bf16", "int8", "int4", "tq4", "tq-k8v4", "nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
+PLAIN_NAMES = ("fp16", "bf16", "fp8", "int8", "int4", "tq4", "tq-k8v4")
+NAMES = (*PLAIN_NAMES, "int4@", "tq4@", "nuq4-1%", "nuq4", "nuq3-1%", "nuq2-1%")
 TOKENS = np.random.default_rng(3).integers(3, 300, 150).tolist()
 
 
@@ -56,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @cache
 def load(folder: Path, name: str, group: int = HEADS * HEAD_DIM) -> tuple[CpuModelRunner, Calibration]:
     files = Checkpoint.resolve(str(folder))
-    calibration = calibrate(files, group)
+    calibration = with_factors(calibrate(files, group), name)
     layout = replace(files.layout(), codec=str(complete(name, calibration)) if name else "")
     return CpuModelRunner.load(files, KvPool(layout, SLABS), CONTEXT, calibration), calibration
 
@@ -71,7 +73,8 @@ def test_logits_are_those_of_simulated_quantisation(folders: dict[str, Path], fa
     codecs = []
     for layer in range(calibration.model.layers):
         first = build_codec(codec_id, HEAD_DIM, calibration, layer)
-        codecs.append([first] * (HEADS // first.shape.heads))
+        heads = range(0, HEADS, first.shape.heads)
+        codecs.append([build_codec(codec_id, HEAD_DIM, calibration, layer, head) for head in heads])
     scheme = CodingScheme(name, 0, codecs[0][0].codes_rotated_keys, code_through_pages(codecs, True))
     model = make_oracle(family, **(SHAPE | ({"head_dim": HEAD_DIM} if family == "qwen3" else {})))
     with coded_attention(model, scheme), torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from engine.cpu.ranks.tensor_parallel import RankPlacement
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import KvClassChoice, resolve_kv_classes
 from engine.step_work import StepWork
-from kvcache.codecs.calibration import FILE_NAME, write_calibration
+from kvcache.codecs.calibration import FILE_NAME
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
 from kvtransfer.resharding import ShardedPool, plan_spans
 from kvtransfer.shared_memory import SharedMemory
 from tests.engine.cpu.spread_model import CLOSE, FAR
+from tests.system.factored_calibration import write_factored
 from tests.system.transformers_oracle import TINY, read_text
 from worker.ranks import RankClass, RankProcesses, RankSpec, load_leader
 
@@ -44,11 +45,12 @@ class ClassWorker:
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[KvClassChoice, ...], Path]:
-    """Two ranks cut the embedded model's own groups, so its calibration is used for groups of half the heads."""
+    """Two ranks cut the embedded model's own groups, so its calibration is used for groups of half the heads.
+
+    Factors of `tq4` are others for each layer and head.
+    """
     model, file = Checkpoint.resolve(str(TINY)), tmp_path_factory.mktemp("calibration") / FILE_NAME
-    own = resolve_kv_classes(model, "nuq4-1%")[0].calibration
-    assert own is not None
-    write_calibration(replace(own, group=64), file)
+    write_factored(file, "tq4", group=64)
     return resolve_kv_classes(model, CODECS, str(file)), file
 
 

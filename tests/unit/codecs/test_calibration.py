@@ -206,9 +206,9 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path, fitted: Ca
     content = path.read_bytes()
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        assert "is not a KVQuant calibration" in refused(path)
+        assert "is not a calibration of KV codecs" in refused(path)
     path.write_bytes(content + b"\0")
-    assert "is not a KVQuant calibration" in refused(path)
+    assert "is not a calibration of KV codecs" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path, fitted: Ca
 def test_what_is_no_calibration_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / FILE_NAME
     path.write_bytes(content)
-    assert "is not a KVQuant calibration" in refused(path)
+    assert "is not a calibration of KV codecs" in refused(path)
 
 
 def test_a_file_that_is_too_large_is_not_read_whole(

@@ -1,7 +1,7 @@
 """Kernels for pages of `int8` and `int4`: the bytes and numbers of `kvcache.codecs.grouped.GroupedCodec`, to the bit.
 
 A page's sections are codes, scales and minima of keys, then those of values; `DETAIL` is the size of a group. There are
-no constants.
+no constants. A variant has the bits of a code, and whether a group is a whole head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.cpu.coded.exact import (
     least_lane,
 )
 from engine.cpu.coded.packed import load_bytes, load_codes, load_halves, store_bytes, store_half, store_whole
-from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS
+from engine.cpu.coded.page_kernels import DETAIL, SECTIONS, PageFunctions
 from engine.cpu.simd import LANES, larger, load, smaller, splat, spread, store
 
 _ZERO = np.float32(0)
@@ -56,31 +56,6 @@ def _expand_rows(
                 scratch[o + i] = np.float32(read_code(data, codes, bits, i)) * work[g] + work[minima + g]
             number += width // group
         codes += row
-
-
-@jit_exact_part
-def expand_side(
-    data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any, stride: Any,
-    work: Any, heads: int, width: int,
-) -> None:  # fmt: skip
-    """As `engine.cpu.coded.page_kernels`."""
-    literally(width)
-    bits, group = page[KEY_BITS], page[DETAIL]
-    groups, section, minima = width // group, SECTIONS + 3 * side, CHUNK_TOKENS * width
-    for i in range(0, count * groups, LANES):
-        half = 2 * (first * groups + i)
-        store(work, i, load_halves(data, at + page[section + 1] + half))
-        store(work, minima + i, load_halves(data, at + page[section + 2] + half))
-    codes = at + page[section] + first * ((width * bits + 7) // 8)
-    # Shapes are constants where that makes loops of a known length.
-    if bits == 8 and group == width:
-        _expand_rows(data, codes, 8, width, count, work, minima, scratch, to, width)
-    elif bits == 8:
-        _expand_rows(data, codes, 8, group, count, work, minima, scratch, to, width)
-    elif group == width:
-        _expand_rows(data, codes, 4, width, count, work, minima, scratch, to, width)
-    else:
-        _expand_rows(data, codes, 4, group, count, work, minima, scratch, to, width)
 
 
 @jit_exact
@@ -119,10 +94,11 @@ def _code_group(
 
 
 @jit_exact
-def _encode_side(x: Any, data: Any, at: Any, page: Any, first: Any, row: Any, codes: Any, width: int) -> None:
+def _encode_side(
+    x: Any, data: Any, at: Any, page: Any, first: Any, row: Any, codes: Any, bits: int, group: Any, width: int
+) -> None:
     """Code the numbers x of one head into a row of the three sections from `first` on."""
     literally(width)
-    bits, group = page[KEY_BITS], page[DETAIL]
     groups, most = width // group, np.float32((1 << bits) - 1)
     place = at + page[first] + row * ((width * bits + 7) // 8)
     clip_row(x, MAX_HALF)
@@ -137,11 +113,40 @@ def _encode_side(x: Any, data: Any, at: Any, page: Any, first: Any, row: Any, co
         pack_row(codes, bits, data, place)
 
 
-@jit_exact_part
-def encode_row(
-    keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
-) -> None:
-    """As `engine.cpu.coded.page_kernels`."""
-    codes = work[1]
-    _encode_side(keys, data, at, page, SECTIONS, row, codes, width)
-    _encode_side(values, data, at, page, SECTIONS + 3, row, codes, width)
+def find_variant(bits: int, group: int, width: int) -> int:
+    """The variant for codes of `bits` in groups of `group`."""
+    return 2 * bits + int(group == width)
+
+
+def make_functions(bits: int, whole: bool) -> PageFunctions:
+    """The functions for codes of `bits`, with a group that is a whole head or less; they are as
+    `engine.cpu.coded.page_kernels` says.
+    """
+    by_head = int(whole)
+
+    @jit_exact_part
+    def expand_side(
+        data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
+        stride: Any, work: Any, heads: int, width: int,
+    ) -> None:  # fmt: skip
+        literally(width)
+        group = width if by_head == 1 else page[DETAIL]
+        groups, section, minima = width // group, SECTIONS + 3 * side, CHUNK_TOKENS * width
+        for i in range(0, count * groups, LANES):
+            half = 2 * (first * groups + i)
+            store(work, i, load_halves(data, at + page[section + 1] + half))
+            store(work, minima + i, load_halves(data, at + page[section + 2] + half))
+        codes = at + page[section] + first * ((width * bits + 7) // 8)
+        _expand_rows(data, codes, bits, group, count, work, minima, scratch, to, width)
+
+    @jit_exact_part
+    def encode_row(
+        keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
+    ) -> None:
+        literally(width)
+        group = width if by_head == 1 else page[DETAIL]
+        for side in range(2):
+            x = keys if side == 0 else values
+            _encode_side(x, data, at, page, SECTIONS + 3 * side, row, work[1], bits, group, width)
+
+    return PageFunctions(expand_side, encode_row)

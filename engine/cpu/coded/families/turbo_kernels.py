@@ -26,7 +26,7 @@ from engine.cpu.coded.exact import (
     sum_lanes,
 )
 from engine.cpu.coded.packed import load_bytes, load_halves, store_half
-from engine.cpu.coded.page_kernels import KEY_BITS, SECTIONS
+from engine.cpu.coded.page_kernels import SECTIONS, PageFunctions
 from engine.cpu.simd import LANES, load, splat, spread, store
 from kvcache.codecs.turbo import MAX_LLOYD_BITS, STRETCHES, TurboCodec
 
@@ -80,26 +80,6 @@ def _expand_rows(
         expand_row(
             data, codes + t * row, bits, work, numbers, table[:0], scratch, to + t * width, 0, 1, width
         )
-
-
-@jit_exact_part
-def expand_side(
-    data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any, stride: Any,
-    work: Any, heads: int, width: int,
-) -> None:  # fmt: skip
-    """As `engine.cpu.coded.page_kernels`."""
-    literally(width)
-    bits, levels = page[KEY_BITS + side], side * _LEVELS
-    codes = at + page[SECTIONS + 2 * side] + first * ((width * bits + 7) // 8)
-    for i in range(0, count, LANES):
-        store(work, i, load_halves(data, at + page[SECTIONS + 2 * side + 1] + 2 * (first + i)))
-    # Constant bits, so that kernels shift by constants.
-    if bits == 4:
-        _expand_rows(data, codes, 4, table, levels, count, work, scratch, to, width)
-    elif bits == 3:
-        _expand_rows(data, codes, 3, table, levels, count, work, scratch, to, width)
-    else:
-        _expand_bytes(data, codes, count, work, scratch, to, width)
 
 
 @jit_exact
@@ -198,18 +178,37 @@ def _code_by_size(x: Any, data: Any, codes_at: Any, scale_at: Any, width: int) -
         data[codes_at + i] = np.uint8(min(max(step - _ROUNDER, _ZERO), _TOP))
 
 
-@jit_exact_part
-def encode_row(
-    keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
-) -> None:
-    """As `engine.cpu.coded.page_kernels`."""
-    literally(width)
-    for side in range(2):
-        x, bits = keys if side == 0 else values, page[KEY_BITS + side]
-        codes = at + page[SECTIONS + 2 * side] + row * ((width * bits + 7) // 8)
-        scale = at + page[SECTIONS + 2 * side + 1] + 2 * row
-        if bits == 8:
-            _code_by_size(x, data, codes, scale, width)
-        else:
+def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
+    """The functions for codes of so many bits; they are as `engine.cpu.coded.page_kernels` says."""
+
+    @jit_exact_part
+    def expand_side(
+        data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
+        stride: Any, work: Any, heads: int, width: int,
+    ) -> None:  # fmt: skip
+        literally(width)
+        bits, levels = key_bits if side == 0 else value_bits, side * _LEVELS
+        codes = at + page[SECTIONS + 2 * side] + first * ((width * bits + 7) // 8)
+        for i in range(0, count, LANES):
+            store(work, i, load_halves(data, at + page[SECTIONS + 2 * side + 1] + 2 * (first + i)))
+        if key_bits == 8 and side == 0:
+            _expand_bytes(data, codes, count, work, scratch, to, width)
+            return
+        _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
+
+    @jit_exact_part
+    def encode_row(
+        keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
+    ) -> None:
+        literally(width)
+        for side in range(2):
+            x, bits = (keys, key_bits) if side == 0 else (values, value_bits)
+            codes = at + page[SECTIONS + 2 * side] + row * ((width * bits + 7) // 8)
+            scale = at + page[SECTIONS + 2 * side + 1] + 2 * row
             levels, midpoints = side * _LEVELS, 2 * _LEVELS + side * (_LEVELS - 1)
-            _code_by_norm(x, data, codes, scale, bits, table, levels, midpoints, work, width)
+            if key_bits == 8 and side == 0:
+                _code_by_size(x, data, codes, scale, width)
+                continue
+            _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
+
+    return PageFunctions(expand_side, encode_row)

@@ -130,6 +130,22 @@ def test_rows_are_the_same_to_the_bit(name: str, heads: int, width: int, groups:
     bench.check_rows(bench.evict(source, boundary, PROMPT + 64), whole)
 
 
+@pytest.mark.parametrize("name", ["fp16", "int4@", "tq4@"])
+def test_rows_that_were_never_written_reach_nobody(name: str) -> None:
+    """A slab is full of NaN that another sequence left, and half of it is written."""
+    bench = KeptBench(name, 2, 32, 1)
+    slabs = bench.take(2)
+    bench.memory[slabs] = 0xFF
+    write(bench.pages, bench.qkv[:80], [StepWork([5] * 80, 0, slabs, "none", 5)])
+    with np.errstate(all="raise"):
+        chunks = bench.pages.expand_chunks(0, np.array(slabs), 0, 80, 1)
+        (ring,) = bench.take(1)
+        bench.memory[ring] = 0xFF
+        unwritten = bench.pages.expand_chunks(0, np.array([ring]), 2, 3 * 64, 1)
+    assert np.isfinite(chunks).all() and not chunks[1, :, :, 16:].any() and chunks[1, :, :, :16].any()
+    assert unwritten.shape[0] == 1, "a ring is read whole, and what was not written is left out by position"
+
+
 def test_outliers_beyond_those_of_the_bag_are_not_read() -> None:
     """Behind the list are bytes that other sequences left in the slab: attention ignores them, a decision refuses."""
     bench = KeptBench("nuq3-1%", 4, 32, 1)
@@ -153,6 +169,7 @@ def test_outliers_beyond_those_of_the_bag_are_not_read() -> None:
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("name", "heads", "width", "groups"), [
     ("nuq3-1%", 4, 32, 1), ("nuq4-1%", 2, 32, 2), ("int4.g8", 2, 32, 1), ("tq4", 2, 32, 1), ("bf16", 2, 32, 1),
+    ("tq4@", 2, 32, 1),
 ])  # fmt: skip
 def test_attention_is_plain_attention_over_the_rows(
     name: str, heads: int, width: int, groups: int, window: int

@@ -11,7 +11,7 @@ from diptych.errors import ConfigError
 from kvcache.codecs.codec_id import complete_codec_id, parse_codec_id
 from kvcache.layout import KvLayout
 from planner.costs.capacity import kv_capacity_tokens
-from planner.costs.kv.codec import code_profile, codec_note, is_same_codec, with_kv_codec
+from planner.costs.kv.codec import code_profile, codec_note, find_codec, is_same_codec, with_kv_codec
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile
 from planner.costs.step import StepCost
@@ -34,6 +34,10 @@ def numbers(layers: int, kv_heads: int, head_dim: int) -> int:
     [
         ("raw", 32),
         ("fp16", 16),
+        ("fp8", 8),
+        # Factors of a calibration take no room in a page.
+        (f"int4.g32@{'a' * 16}", 4 + 1),
+        (f"tq3@{'a' * 16}", 3 + 0.5),
         # A group is the head of 32 values: scale and minimum are 32 bits for 32 values.
         ("int8", 8 + 1),
         ("int4", 4 + 1),
@@ -103,6 +107,15 @@ def test_a_measured_room_is_scaled_and_steps_stay() -> None:
 )
 def test_names_are_compared_by_what_they_mean(first: str, second: str, same: bool) -> None:
     assert is_same_codec(EMBEDDED, first, second) is is_same_codec(EMBEDDED, second, first) is same
+
+
+def test_a_class_with_factors_costs_what_was_measured_for_it() -> None:
+    """The same codec with and without factors means the same to a plan; the one that is named goes first."""
+    factored = f"int4.g32@{'a' * 16}"
+    assert find_codec(EMBEDDED, ["int4.g32", factored], factored) == factored
+    assert find_codec(EMBEDDED, [factored, "int4.g32"], "int4.g32") == "int4.g32"
+    assert find_codec(EMBEDDED, ["raw", factored], "int4") == factored
+    assert find_codec(EMBEDDED, ["raw", "fp16"], "fp8") is None
 
 
 def test_a_profile_suits_every_name_of_its_codec() -> None:

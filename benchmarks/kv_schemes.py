@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.calibration.channel_factors import fit_factors
+from engine.calibration.channel_factors import fit_factors, select_factors
 from engine.calibration.fitting import LayerSample, Weigh, fit_layer, weigh_errors
 from engine.calibration.kv_capture import rotary_frequencies
 from engine.calibration.kv_quality import CodingScheme, build_scheme, complete_id
@@ -78,11 +78,10 @@ def fit_samples(samples: list[LayerSample], names: Sequence[str], weigh: Weigh =
 def fit_sample_factors(
     model: Any, samples: list[LayerSample], sequences: Sequence[torch.Tensor]
 ) -> dict[str, tuple[LayerFactors, ...]]:
-    """Factors of all codecs that take some, for the captured samples of sequences."""
+    """Factors of the codecs whose error they lower enough, for the captured samples of sequences."""
     positions = np.concatenate([np.arange(NUM_SINKS, len(one)) for one in sequences])
     frequencies, ids = rotary_frequencies(model), [parse_codec_id(name) for name in FACTORED_NAMES]
-    layers = [fit_factors(sample, positions, frequencies, ids) for sample in samples]
-    return {name: tuple(layer[name] for layer in layers) for name in FACTORED_NAMES}
+    return select_factors([fit_factors(sample, positions, frequencies, ids) for sample in samples])
 
 
 def change_datatypes(calibration: Calibration, change: Callable[[Datatype], Datatype]) -> Calibration:

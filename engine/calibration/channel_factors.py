@@ -14,7 +14,7 @@ The two numbers of a rotary pair get one factor (`kvcache.codecs.basis`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,18 @@ Bools = NDArray[np.bool_]
 MAX_TOKENS = 2048
 # A candidate must lower the error by this share: less is chance.
 MIN_GAIN = 0.03
+# All layers together, a codec's error must fall by this share: less is not worth another class of KV.
+MIN_CODEC_GAIN = 0.2
 TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class FactorFit:
+    """Factors of one layer for a codec, and the error of the layer's rows without them and with them."""
+
+    factors: LayerFactors
+    plain_error: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,8 @@ def _normalise(factors: Doubles, alive: Bools) -> Floats:
 
 def fit_factors(
     sample: LayerSample, positions: Ints, frequencies: Doubles, codec_ids: Iterable[CodecId]
-) -> dict[str, LayerFactors]:
-    """Factors of one layer for each codec, by name; ones where none help.
+) -> dict[str, FactorFit]:
+    """Factors of one layer for each codec, by name; ones where none help. `select_factors` says whether they are used.
 
     Args:
         sample: without first tokens.
@@ -100,19 +111,32 @@ def fit_factors(
     for codec_id in codec_ids:
         codec = build_codec(complete_codec_id(CodecId(codec_id.name), 1, head_dim), head_dim)
         assert isinstance(codec, GroupedCodec | TurboCodec)
-        keys, values = (
-            np.concatenate([_choose_factors(codec, head_side) for head_side in heads]) for heads in sides
-        )
-        found[codec_id.name] = LayerFactors(keys, values)
+        chosen = [[_choose_factors(codec, head_side) for head_side in heads] for heads in sides]
+        keys, values = (np.concatenate([factors for factors, _, _ in heads]) for heads in chosen)
+        plain, fitted = (sum(one[part] for heads in chosen for one in heads) for part in (1, 2))
+        found[codec_id.name] = FactorFit(LayerFactors(keys, values), plain, fitted)
     return found
 
 
-def _choose_factors(codec: GroupedCodec | TurboCodec, head_side: HeadSide) -> Floats:
-    """The candidate with the least error, [head_dim]."""
+def select_factors(layers: Sequence[Mapping[str, FactorFit]]) -> dict[str, tuple[LayerFactors, ...]]:
+    """The factors of all layers, by name of the codec, for codecs whose error they lower enough.
+
+    Any other codec keeps the id, and the bytes, that it has without a calibration.
+    """
+    found = {}
+    for name in layers[0] if layers else ():
+        fits = [layer[name] for layer in layers]
+        if sum(one.error for one in fits) < (1 - MIN_CODEC_GAIN) * sum(one.plain_error for one in fits):
+            found[name] = tuple(one.factors for one in fits)
+    return found
+
+
+def _choose_factors(codec: GroupedCodec | TurboCodec, head_side: HeadSide) -> tuple[Floats, float, float]:
+    """The candidate with the least error, [head_dim], the error without factors, and the one with these."""
     ones = np.ones(head_side.rows.shape[1], np.float32)
     costs = [(head_side.cost(codec, factors), factors) for factors in head_side.list_candidates()]
-    least, best = min(costs, key=lambda pair: pair[0])
-    return best if least < (1 - MIN_GAIN) * head_side.cost(codec, ones) else ones
+    (least, best), plain = min(costs, key=lambda pair: pair[0]), head_side.cost(codec, ones)
+    return (best, plain, least) if least < (1 - MIN_GAIN) * plain else (ones, plain, plain)
 
 
 def _split_sides(

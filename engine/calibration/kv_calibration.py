@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.calibration.channel_factors import fit_factors
+from engine.calibration.channel_factors import FactorFit, fit_factors, select_factors
 from engine.calibration.fitting import Weigh, fit_layer, weigh_errors
 from engine.calibration.kv_capture import capture_layers, rotary_frequencies
 from kvcache.codecs.calibration import CALIBRATED_NAMES, FACTORED_NAMES, CalibratedModel, Calibration
 from kvcache.codecs.codec_id import parse_codec_id
-from kvcache.codecs.datatype import LayerConstants, LayerFactors
+from kvcache.codecs.datatype import LayerConstants
 from kvcache.codecs.page import NUM_SINKS
 
 # Bytes of a number that `capture_layers` keeps: itself and its squared gradient, for keys and for values.
@@ -62,7 +62,7 @@ def calibrate_model(
     tokens = sum(len(sequence) - NUM_SINKS for sequence in sequences)
     layer_bytes = SAMPLE_NUMBER_BYTES * tokens * calibrated.kv_heads * calibrated.head_dim
     at_once = max(1, max_sample_bytes // max(1, layer_bytes))
-    fitted, factors = list[dict[str, LayerConstants]](), list[dict[str, LayerFactors]]()
+    fitted, factors = list[dict[str, LayerConstants]](), list[dict[str, FactorFit]]()
     factor_ids = [parse_codec_id(name) for name in factored]
     positions = np.concatenate([np.arange(NUM_SINKS, len(sequence)) for sequence in sequences])
     frequencies = rotary_frequencies(model)
@@ -80,7 +80,4 @@ def calibrate_model(
             fitted.append(fit_layer(sample, ids, group, weigh))
             factors.append(fit_factors(sample, positions, frequencies, factor_ids))
     constants = {name: tuple(layer[name] for layer in fitted) for name in names}
-    found = {name: tuple(layer[name] for layer in factors) for name in factored}
-    # A codec that no factor helps keeps the id, and the bytes, that it has without a calibration.
-    useful = {name: layers for name, layers in found.items() if not all(one.are_ones for one in layers)}
-    return Calibration(calibrated, group, tokens, constants, useful)
+    return Calibration(calibrated, group, tokens, constants, select_factors(factors))

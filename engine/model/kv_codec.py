@@ -58,7 +58,7 @@ def resolve_kv_classes(
     for one in shares:
         file = calibration_file if one in users or not (auto or users) else ""
         # Where several classes may use the file, it need not have something for each.
-        must_use = not auto and len(users) <= 1
+        must_use = not auto and len(shares) == 1
         codec, calibration = resolve_kv_codec(checkpoint, str(one.codec_id), file, must_use=must_use)
         choices.append(KvClassChoice(codec, calibration, one.share))
     found = next((one.calibration for one in choices if one.calibration is not None), None)

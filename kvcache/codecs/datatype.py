@@ -51,11 +51,6 @@ class LayerFactors:
     keys: Floats
     values: Floats
 
-    @property
-    def are_ones(self) -> bool:
-        """Whether they change nothing."""
-        return bool((self.keys == 1).all() and (self.values == 1).all())
-
 
 def assign_codes(numbers: Floats, centroids: Floats) -> Bytes:
     """Code of the nearest centroid of each number; between two equally near ones, the lower code."""

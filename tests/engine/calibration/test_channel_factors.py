@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.calibration.channel_factors import fit_factors
+from engine.calibration.channel_factors import FactorFit, fit_factors, select_factors
 from engine.calibration.fitting import LayerSample
 from kvcache.codecs.codec_id import CodecId
 from kvcache.codecs.datatype import MAX_FACTOR, LayerFactors
@@ -22,7 +22,15 @@ def find(sizes: np.ndarray, name: str = "int4") -> LayerFactors:
     )
     ones = np.ones_like(keys)
     sample = LayerSample(keys, values, ones, ones)
-    return fit_factors(sample, np.arange(1, TOKENS + 1), FREQUENCIES, [CodecId(name)])[name]
+    return fit_factors(sample, np.arange(1, TOKENS + 1), FREQUENCIES, [CodecId(name)])[name].factors
+
+
+def test_a_codec_gets_factors_only_where_they_lower_the_error_of_all_layers_enough() -> None:
+    ones = np.ones(4, np.float32)
+    factors = LayerFactors(2 * ones, ones)
+    much, little = FactorFit(factors, 10.0, 5.0), FactorFit(factors, 10.0, 9.5)
+    found = select_factors([{"int4": much, "tq4": little}, {"int4": little, "tq4": little}])
+    assert found == {"int4": (factors, factors)} and select_factors([]) == {}
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "tq4", "tq3"])

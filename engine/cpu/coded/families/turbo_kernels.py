@@ -191,10 +191,13 @@ def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
         codes = at + page[SECTIONS + 2 * side] + first * ((width * bits + 7) // 8)
         for i in range(0, count, LANES):
             store(work, i, load_halves(data, at + page[SECTIONS + 2 * side + 1] + 2 * (first + i)))
-        if key_bits == 8 and side == 0:
-            _expand_bytes(data, codes, count, work, scratch, to, width)
-            return
-        _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
+        if key_bits == 8:
+            if side == 0:
+                _expand_bytes(data, codes, count, work, scratch, to, width)
+            else:
+                _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
+        else:
+            _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
 
     @jit_exact_part
     def encode_row(
@@ -206,9 +209,12 @@ def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
             codes = at + page[SECTIONS + 2 * side] + row * ((width * bits + 7) // 8)
             scale = at + page[SECTIONS + 2 * side + 1] + 2 * row
             levels, midpoints = side * _LEVELS, 2 * _LEVELS + side * (_LEVELS - 1)
-            if key_bits == 8 and side == 0:
-                _code_by_size(x, data, codes, scale, width)
-                continue
-            _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
+            if key_bits == 8:
+                if side == 0:
+                    _code_by_size(x, data, codes, scale, width)
+                else:
+                    _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
+            else:
+                _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
 
     return PageFunctions(expand_side, encode_row)

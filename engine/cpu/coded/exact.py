@@ -38,6 +38,20 @@ def jit_exact_part(function: F) -> F:
     return cast(F, numba.njit(error_model="numpy", fastmath=False, **NO_WRAPPERS)(function))
 
 
+def jit_exact_variant(*constants: int) -> Callable[[F], F]:
+    """As `jit_exact_part`, for a function within another that takes these `constants` from it.
+
+    They become part of its name. Numba takes functions of one name and one type for the same function when kernels that
+    contain them were compiled by several processes and are loaded by one.
+    """
+
+    def compile_variant(function: F) -> F:
+        function.__qualname__ += "".join(f"_{constant}" for constant in constants)
+        return jit_exact_part(function)
+
+    return compile_variant
+
+
 def _bits_of_float(typing: Any, number: Any) -> Any:
     """Numba intrinsic: the IEEE bits of a float32 as an int32."""
 

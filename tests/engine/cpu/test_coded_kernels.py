@@ -23,6 +23,7 @@ from engine.cpu.coded.families import (
     turbo_kernels,
 )
 from engine.cpu.coded.packed import load_half, round_half
+from engine.cpu.coded.page_kernels import _FUNCTIONS
 from engine.cpu.jit import jit
 from engine.model.memory_plan import angle_table_bytes
 from engine.step_work import StepWork
@@ -221,3 +222,14 @@ def test_a_family_that_has_changed_makes_kernels_new(
     before = kernel_source_stamp(page_factory)
     monkeypatch.setattr(family, "CHANGED", 1, raising=False)
     assert kernel_source_stamp(page_factory) != before
+
+
+def test_functions_of_variants_have_names_of_their_own() -> None:
+    """Those of one name and type would be taken for each other in kernels that are loaded from disk."""
+    made = {*_FUNCTIONS.values()}
+    for functions in (
+        {one.expand_side.py_func for one in made},
+        {one.encode_row.py_func for one in made},
+    ):
+        assert len({(one.__module__, one.__qualname__) for one in functions}) == len(functions)
+    assert len({one.expand_side for one in made}) == len(_FUNCTIONS)

@@ -20,7 +20,7 @@ from engine.cpu.coded.exact import (
     exact_mul,
     exact_sub,
     jit_exact,
-    jit_exact_part,
+    jit_exact_variant,
     largest_lane,
     least_lane,
 )
@@ -124,7 +124,7 @@ def make_functions(bits: int, whole: bool) -> PageFunctions:
     """
     by_head = int(whole)
 
-    @jit_exact_part
+    @jit_exact_variant(bits, by_head)
     def expand_side(
         data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
         stride: Any, work: Any, heads: int, width: int,
@@ -139,7 +139,7 @@ def make_functions(bits: int, whole: bool) -> PageFunctions:
         codes = at + page[section] + first * ((width * bits + 7) // 8)
         _expand_rows(data, codes, bits, group, count, work, minima, scratch, to, width)
 
-    @jit_exact_part
+    @jit_exact_variant(bits, by_head)
     def encode_row(
         keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
     ) -> None:

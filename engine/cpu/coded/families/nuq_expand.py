@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.coded.code_rows import expand_row
-from engine.cpu.coded.exact import add_at, exact_add, exact_mul, jit_exact, jit_exact_part
+from engine.cpu.coded.exact import add_at, exact_add, exact_mul, jit_exact, jit_exact_variant
 from engine.cpu.coded.packed import byte_at, load_halves
 from engine.cpu.coded.page_kernels import DETAIL, SECTIONS
 from engine.cpu.simd import LANES, load, splat, spread, store
@@ -93,7 +93,7 @@ def _expand_codes(
 def make_expand_side(bits: int) -> Any:
     """`expand_side` of codes of `bits`, as `engine.cpu.coded.page_kernels` says; keys before rotation."""
 
-    @jit_exact_part
+    @jit_exact_variant(bits)
     def expand_side(
         data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
         stride: Any, work: Any, heads: int, width: int,

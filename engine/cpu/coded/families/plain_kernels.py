@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.misc.special import literally
 
-from engine.cpu.coded.exact import bits_of_float, jit_exact, jit_exact_part
+from engine.cpu.coded.exact import bits_of_float, jit_exact, jit_exact_variant
 from engine.cpu.coded.packed import load_bfloats, load_eighths, load_halves, round_half, store_halves
 from engine.cpu.coded.page_kernels import SECTIONS, PageFunctions
 from engine.cpu.simd import LANES, load, store
@@ -69,7 +69,7 @@ def _encode_side(x: Any, data: Any, at: Any, row: Any, kind: Any) -> None:
 def make_functions(kind: int) -> PageFunctions:
     """The functions for pages that hold numbers of a kind; they are as `engine.cpu.coded.page_kernels` says."""
 
-    @jit_exact_part
+    @jit_exact_variant(kind)
     def expand_side(
         data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
         stride: Any, work: Any, heads: int, width: int,
@@ -85,7 +85,7 @@ def make_functions(kind: int) -> PageFunctions:
             else:
                 store(scratch, to + i, load_eighths(data, start + rows + i))
 
-    @jit_exact_part
+    @jit_exact_variant(kind)
     def encode_row(
         keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
     ) -> None:

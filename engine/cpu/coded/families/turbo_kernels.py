@@ -22,7 +22,7 @@ from engine.cpu.coded.exact import (
     exact_mul,
     exact_sub,
     jit_exact,
-    jit_exact_part,
+    jit_exact_variant,
     sum_lanes,
 )
 from engine.cpu.coded.packed import load_bytes, load_halves, store_half
@@ -181,7 +181,7 @@ def _code_by_size(x: Any, data: Any, codes_at: Any, scale_at: Any, width: int) -
 def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
     """The functions for codes of so many bits; they are as `engine.cpu.coded.page_kernels` says."""
 
-    @jit_exact_part
+    @jit_exact_variant(key_bits, value_bits)
     def expand_side(
         data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
         stride: Any, work: Any, heads: int, width: int,
@@ -199,7 +199,7 @@ def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
         else:
             _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
 
-    @jit_exact_part
+    @jit_exact_variant(key_bits, value_bits)
     def encode_row(
         keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
     ) -> None:

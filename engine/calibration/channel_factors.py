@@ -113,7 +113,8 @@ def fit_factors(
         assert isinstance(codec, GroupedCodec | TurboCodec)
         chosen = [[_choose_factors(codec, head_side) for head_side in heads] for heads in sides]
         keys, values = (np.concatenate([factors for factors, _, _ in heads]) for heads in chosen)
-        plain, fitted = (sum(one[part] for heads in chosen for one in heads) for part in (1, 2))
+        plain = sum(error for heads in chosen for _, error, _ in heads)
+        fitted = sum(error for heads in chosen for _, _, error in heads)
         found[codec_id.name] = FactorFit(LayerFactors(keys, values), plain, fitted)
     return found
 

@@ -59,11 +59,11 @@ def test_factors_are_found_where_channels_stick_out_and_nowhere_else() -> None:
     ids = [parse_codec_id(name) for name in FACTORED_NAMES]
     positions = np.arange(1, TOKENS + 1)
     for plain in fit_factors(draw_sample(False), positions, FREQUENCIES, ids).values():
-        for factors in (plain.keys, plain.values):
+        for factors in (plain.factors.keys, plain.factors.values):
             assert 0.5 < factors.min() <= factors.max() < 2, "only what chance makes of so few tokens"
     found = fit_factors(draw_sample(True), positions, FREQUENCIES, ids)
     for one in found.values():
-        keys, values = one.keys.reshape(2, 2, PAIRS), one.values.reshape(2, HEAD_DIM)
+        keys, values = one.factors.keys.reshape(2, 2, PAIRS), one.factors.values.reshape(2, HEAD_DIM)
         assert np.array_equal(keys[:, 0], keys[:, 1]), "a rotary pair has one factor"
         assert (np.median(keys[:, 0], axis=1) > 2 * keys[:, 0, 5]).all()
         assert (np.median(values, axis=1) > 2 * values[:, 7]).all()
@@ -75,7 +75,9 @@ def test_factors_that_are_found_lower_the_error(name: str) -> None:
     errors = []
     for outliers in (True, False):
         sample = draw_sample(outliers)
-        found = fit_factors(sample, np.arange(1, TOKENS + 1), FREQUENCIES, [parse_codec_id(name)])[name]
+        found = fit_factors(sample, np.arange(1, TOKENS + 1), FREQUENCIES, [parse_codec_id(name)])[
+            name
+        ].factors
         codec = make_codec(name)
         basis = Basis(found.keys[:HEAD_DIM], found.values[:HEAD_DIM], codec.basis.seed)
         for one in (codec.basis, basis):

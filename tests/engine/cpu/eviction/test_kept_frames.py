@@ -138,10 +138,10 @@ def test_rows_that_were_never_written_reach_nobody(name: str) -> None:
     bench.memory[slabs] = 0xFF
     write(bench.pages, bench.qkv[:80], [StepWork([5] * 80, 0, slabs, "none", 5)])
     with np.errstate(all="raise"):
-        chunks = bench.pages.expand_chunks(0, np.array(slabs), 0, 80, 1)
+        chunks = bench.pages.expand_chunks(LAYER, np.array(slabs), 0, 80, 1)
         (ring,) = bench.take(1)
         bench.memory[ring] = 0xFF
-        unwritten = bench.pages.expand_chunks(0, np.array([ring]), 2, 3 * 64, 1)
+        unwritten = bench.pages.expand_chunks(LAYER, np.array([ring]), 2, 3 * 64, 1)
     assert np.isfinite(chunks).all() and not chunks[1, :, :, 16:].any() and chunks[1, :, :, :16].any()
     assert unwritten.shape[0] == 1, "a ring is read whole, and what was not written is left out by position"
 

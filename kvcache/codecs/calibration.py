@@ -281,7 +281,7 @@ def _shorten(text: str, limit: int = 200) -> str:
 
 
 def read_metadata(content: bytes, wanted: Sequence[str]) -> dict[str, str]:
-    """The metadata of a file of safetensors, whose format must be one of those wanted. Raises ValueError if it is not."""
+    """The metadata of a file of safetensors, of one of the formats wanted. Raises ValueError if it is of another."""
     length = int.from_bytes(content[:8], "little")
     if not 2 <= length <= len(content) - 8:
         raise ValueError(f"a header of {length} bytes in a file of {len(content)}")

@@ -102,7 +102,7 @@ def test_workers_say_what_the_file_recorded() -> None:
         "auto,raw:0.2,nuq4-1%:0.2,tq4:0.2,tq4.s7:0.2,int8.g16:0.2",
     )
     losses = [one.loss_pct for one in found]
-    assert losses[0] == 0.0 and losses[1] == pytest.approx(0.65, abs=0.05) and losses[2] > 1  # type: ignore[operator]
+    assert losses[:3] == pytest.approx([0.0, 0.65, 0.87], abs=0.05)
     assert losses[3:] == [None, None], "measured with another seed, and with other groups"
 
 

@@ -290,13 +290,13 @@ def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_
 
 def test_classes_with_factors_and_without_are_those_of_one_worker_each(tmp_path: Path) -> None:
     """`int4` is served twice; an id without a calibration is never that with one. Each head has factors of its own."""
-    file, codecs = str(tmp_path / "factors"), "fp8:0.25,int4:0.25,int4.g32:0.25,tq4"
+    file, codecs = str(tmp_path / "factors"), "int4:0.3,int4.g32:0.3,tq4"
     digest = write_factored(Path(file), "int4", "tq4")
     pools = ("--prefill", "1", "--decode", "1", "--kv-cache-calibration", file)
     prompts()
     with serve_parts(*pools, "--kv-cache-codec", codecs, *SIZED) as served:
-        ids = {kv: lone_worker(kv, file).layout.kv_class for kv in ("fp8", "int4", "int4.g32", "tq4")}
-        assert [*ids.values()] == ["fp8", f"int4.g32@{digest}", "int4.g32", f"tq4.s0@{digest}"]
+        ids = {kv: lone_worker(kv, file).layout.kv_class for kv in ("int4", "int4.g32", "tq4")}
+        assert [*ids.values()] == [f"int4.g32@{digest}", "int4.g32", f"tq4.s0@{digest}"]
         for chunks_cached in (False, True):
             for kv, kv_class in ids.items():
                 found = [ask_for(served, number, kv) for number in range(len(LENGTHS))]

@@ -38,7 +38,7 @@ from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec
 from kvcache.codecs.page import Codec
 from kvcache.codecs.plain import PlainCodec
-from kvcache.codecs.turbo import TurboCodec
+from kvcache.codecs.turbo import MAX_LLOYD_BITS, TurboCodec
 from kvcache.eviction.kept_rows import FRAMES_PER_PAGE, FrameFormat, frames_per_slab
 
 Floats = NDArray[np.float32]
@@ -88,16 +88,16 @@ def _find_number(codec: Codec) -> tuple[int, int]:
     """The number of a codec's functions, and the one that it has in `DETAIL`."""
     bits = codec.codec_id.code_bits[0]
     if isinstance(codec, NuqCodec):
-        return number_functions(CALIBRATED, bits), 2 * codec.per_side
+        return number_functions(CALIBRATED, 0), 2 * codec.per_side
     if isinstance(codec, TurboCodec):
-        return number_functions(ROTATED, bits), 0
+        return number_functions(ROTATED, int(bits > MAX_LLOYD_BITS)), 0
     if isinstance(codec, GroupedCodec):
         variant = grouped_kernels.find_variant(bits, codec.group, codec.shape.head_dim)
         return number_functions(GROUPED, variant), codec.group
     assert isinstance(codec, PlainCodec) and codec.codec_id.name != "raw", (
         f"there are no kernels for {codec.codec_id}"
     )
-    return number_functions(PLAIN, plain_kernels.find_kind(codec.codec_id.name)), 0
+    return number_functions(PLAIN, 0), plain_kernels.find_kind(codec.codec_id.name)
 
 
 def _page_constants(codec: Codec) -> Floats:

@@ -135,10 +135,12 @@ def decode_rows(
     work = np.zeros(work_floats(heads, width), np.float32)
     s = np.empty(size // width // pages[4].shape[0] * PAGE, np.float32)
     for n in range(rows.shape[0]):
+        # Number by number: to copy an array, numba compiles an error text with both shapes, which takes seconds.
         for i in range(size):
             q[i] = qkv[rows[n], i] * scale
         match_queries(q, heads * pages[4].shape[0], pages[5], width)
-        rotated[:] = q
+        for i in range(size):
+            rotated[i] = q[i]
         softmax = (tops[n], totals[n], out[rows[n]], s)
         _attend_chunks(
             family, q, rotated, lengths[n], table[n], done[n], sink_rows[sinks[n]], softmax, pages, angles, window,
@@ -162,7 +164,8 @@ def read_runs(
     group = size // width // (heads * pages[4].shape[0])
     matched = np.empty((rows.shape[0], size), np.float32)
     for n in range(rows.shape[0]):
-        matched[n] = qkv[rows[n], :size]
+        for i in range(size):
+            matched[n, i] = qkv[rows[n], i]
         match_queries(matched[n], heads * pages[4].shape[0], pages[5], width)
     room = (rows.shape[0] * group + LANES - 1) // LANES * LANES
     q, o = np.empty(heads * room * width, np.float32), np.empty(heads * room * width, np.float32)

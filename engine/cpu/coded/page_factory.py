@@ -34,18 +34,13 @@ from engine.cpu.coded.page_kernels import (
 from engine.cpu.coded.stored_space import map_rows
 from engine.cpu.jit import jit
 
-for _kind in range(len(plain_kernels.KINDS)):
-    register_functions(PLAIN, _kind, plain_kernels.make_functions(_kind))
+register_functions(PLAIN, 0, PageFunctions(plain_kernels.expand_side, plain_kernels.encode_row))
 for _bits in (4, 8):
     for _whole in (False, True):
         register_functions(GROUPED, 2 * _bits + _whole, grouped_kernels.make_functions(_bits, _whole))
-for _bits in (2, 3, 4):
-    register_functions(
-        CALIBRATED, _bits, PageFunctions(nuq_expand.make_expand_side(_bits), nuq_encode.encode_row)
-    )
-# Bits of keys, and of values.
-for _bits, _value_bits in ((3, 3), (4, 4), (8, 4)):
-    register_functions(ROTATED, _bits, turbo_kernels.make_functions(_bits, _value_bits))
+register_functions(CALIBRATED, 0, PageFunctions(nuq_expand.expand_side, nuq_encode.encode_row))
+for _by_size in (False, True):
+    register_functions(ROTATED, int(_by_size), turbo_kernels.make_functions(_by_size))
 register_frames(CALIBRATED, nuq_frames.expand_frame)
 
 

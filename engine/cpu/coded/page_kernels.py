@@ -80,7 +80,7 @@ class PageFunctions:
 
 # By number. A kernel cannot take a function as an argument, or numba would not store it on disk. So kernels are
 # compiled for a number, which says family and variant, and the compiler takes the functions of that number for
-# `expand_side_of` and `_encode`. A variant has its numbers of bits as constants: no kernel has code for other codecs.
+# `expand_side_of` and `_encode`. A variant is what would take a kernel much longer to compile beside others.
 _FUNCTIONS: dict[int, PageFunctions] = {}
 _OPTIONS: Any = JIT_OPTIONS | NO_WRAPPERS
 

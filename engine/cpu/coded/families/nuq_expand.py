@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.coded.code_rows import expand_row
-from engine.cpu.coded.exact import add_at, exact_add, exact_mul, jit_exact, jit_exact_variant
+from engine.cpu.coded.exact import add_at, exact_add, exact_mul, jit_exact, jit_exact_part
 from engine.cpu.coded.packed import byte_at, load_halves
-from engine.cpu.coded.page_kernels import DETAIL, SECTIONS
+from engine.cpu.coded.page_kernels import DETAIL, KEY_BITS, SECTIONS
 from engine.cpu.simd import LANES, load, splat, spread, store
 from kvcache.codecs.nuq import NuqCodec
 
@@ -90,41 +90,27 @@ def _expand_codes(
         _expand_values(data, codes, bits, table, count, work, scratch, to, stride, heads, width)
 
 
-def make_expand_side(bits: int) -> Any:
-    """`expand_side` of codes of `bits`, as `engine.cpu.coded.page_kernels` says; keys before rotation."""
-
-    @jit_exact_variant(bits)
-    def expand_side(
-        data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
-        stride: Any, work: Any, heads: int, width: int,
-    ) -> None:  # fmt: skip
-        literally(width)
-        slots, group = page[DETAIL], heads * width
-        codes = at + page[SECTIONS + 3 * side] + first * ((group * bits + 7) // 8)
-        for i in range(0, count if side == 1 else 0, LANES):
-            half = 2 * (first + i)
-            store(work, i, load_halves(data, at + page[SECTIONS + 6] + half))
-            store(work, PAGE + i, load_halves(data, at + page[SECTIONS + 7] + half))
-        _expand_codes(data, codes, bits, table, side, count, work, scratch, to, stride, heads, width)
-        if slots > 0:
-            wide = 1 if group <= 256 else 2
-            places = at + page[SECTIONS + 3 * side + 1] + first * slots * wide
-            residuals = at + page[SECTIONS + 3 * side + 2] + first * slots * 2
-            _add_residuals(
-                data,
-                places,
-                residuals,
-                slots,
-                count,
-                work[2 * PAGE + LANES :],
-                scratch,
-                to,
-                stride,
-                group,
-                width,
-            )
-
-    return expand_side
+@jit_exact_part
+def expand_side(
+    data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any, stride: Any,
+    work: Any, heads: int, width: int,
+) -> None:  # fmt: skip
+    """As `engine.cpu.coded.page_kernels`; keys before rotation."""
+    literally(width)
+    bits, slots, group = page[KEY_BITS], page[DETAIL], heads * width
+    codes = at + page[SECTIONS + 3 * side] + first * ((group * bits + 7) // 8)
+    for i in range(0, count if side == 1 else 0, LANES):
+        half = 2 * (first + i)
+        store(work, i, load_halves(data, at + page[SECTIONS + 6] + half))
+        store(work, PAGE + i, load_halves(data, at + page[SECTIONS + 7] + half))
+    _expand_codes(data, codes, bits, table, side, count, work, scratch, to, stride, heads, width)
+    if slots > 0:
+        wide = 1 if group <= 256 else 2
+        places = at + page[SECTIONS + 3 * side + 1] + first * slots * wide
+        residuals = at + page[SECTIONS + 3 * side + 2] + first * slots * 2
+        _add_residuals(
+            data, places, residuals, slots, count, work[2 * PAGE + LANES :], scratch, to, stride, group, width
+        )
 
 
 def page_constants(codec: NuqCodec) -> NDArray[np.float32]:

@@ -1,6 +1,7 @@
 """Kernels for pages of `fp16`, `bf16`, `fp8`: the bytes and numbers of `kvcache.codecs.plain.PlainCodec`, to the bit.
 
-A page's sections are keys and values; a variant is one of `HALVES`, `BFLOATS` and `EIGHTHS`. There are no constants.
+A page's sections are keys and values; `DETAIL` says which of `HALVES`, `BFLOATS` and `EIGHTHS` they hold. There are no
+constants.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 from numba.misc.special import literally
 
-from engine.cpu.coded.exact import bits_of_float, jit_exact, jit_exact_variant
+from engine.cpu.coded.exact import bits_of_float, jit_exact, jit_exact_part
 from engine.cpu.coded.packed import load_bfloats, load_eighths, load_halves, round_half, store_halves
-from engine.cpu.coded.page_kernels import SECTIONS, PageFunctions
+from engine.cpu.coded.page_kernels import DETAIL, SECTIONS
 from engine.cpu.simd import LANES, load, store
 
 HALVES, BFLOATS, EIGHTHS = range(3)
@@ -26,6 +27,26 @@ _ROUNDER = np.float32(1.5 * 2**23)
 def find_kind(name: str) -> int:
     """What the pages of a codec hold."""
     return KINDS.index(name)
+
+
+@jit_exact_part
+def expand_side(
+    data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any, stride: Any,
+    work: Any, heads: int, width: int,
+) -> None:  # fmt: skip
+    """As `engine.cpu.coded.page_kernels`."""
+    literally(width)
+    start, rows = at + page[SECTIONS + side], first * width
+    # Sixteen rows are whole vectors for every width. The last one may go beyond `count` rows.
+    if page[DETAIL] == HALVES:
+        for i in range(0, count * width, LANES):
+            store(scratch, to + i, load_halves(data, start + 2 * (rows + i)))
+    elif page[DETAIL] == BFLOATS:
+        for i in range(0, count * width, LANES):
+            store(scratch, to + i, load_bfloats(data, start + 2 * (rows + i)))
+    else:
+        for i in range(0, count * width, LANES):
+            store(scratch, to + i, load_eighths(data, start + rows + i))
 
 
 @jit_exact
@@ -66,30 +87,11 @@ def _encode_side(x: Any, data: Any, at: Any, row: Any, kind: Any) -> None:
         data[at + 2 * i + 1] = np.uint8((bits >> np.int32(8)) & np.int32(0xFF))
 
 
-def make_functions(kind: int) -> PageFunctions:
-    """The functions for pages that hold numbers of a kind; they are as `engine.cpu.coded.page_kernels` says."""
-
-    @jit_exact_variant(kind)
-    def expand_side(
-        data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
-        stride: Any, work: Any, heads: int, width: int,
-    ) -> None:  # fmt: skip
-        literally(width)
-        start, rows = at + page[SECTIONS + side], first * width
-        # Sixteen rows are whole vectors for every width. The last one may go beyond `count` rows.
-        for i in range(0, count * width, LANES):
-            if kind == HALVES:
-                store(scratch, to + i, load_halves(data, start + 2 * (rows + i)))
-            elif kind == BFLOATS:
-                store(scratch, to + i, load_bfloats(data, start + 2 * (rows + i)))
-            else:
-                store(scratch, to + i, load_eighths(data, start + rows + i))
-
-    @jit_exact_variant(kind)
-    def encode_row(
-        keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
-    ) -> None:
-        _encode_side(keys, data, at + page[SECTIONS], row, kind)
-        _encode_side(values, data, at + page[SECTIONS + 1], row, kind)
-
-    return PageFunctions(expand_side, encode_row)
+@jit_exact_part
+def encode_row(
+    keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
+) -> None:
+    """As `engine.cpu.coded.page_kernels`."""
+    kind = page[DETAIL]
+    _encode_side(keys, data, at + page[SECTIONS], row, kind)
+    _encode_side(values, data, at + page[SECTIONS + 1], row, kind)

@@ -26,7 +26,7 @@ from engine.cpu.coded.exact import (
     sum_lanes,
 )
 from engine.cpu.coded.packed import load_bytes, load_halves, store_half
-from engine.cpu.coded.page_kernels import SECTIONS, PageFunctions
+from engine.cpu.coded.page_kernels import KEY_BITS, SECTIONS, PageFunctions
 from engine.cpu.simd import LANES, load, splat, spread, store
 from kvcache.codecs.turbo import MAX_LLOYD_BITS, STRETCHES, TurboCodec
 
@@ -178,43 +178,40 @@ def _code_by_size(x: Any, data: Any, codes_at: Any, scale_at: Any, width: int) -
         data[codes_at + i] = np.uint8(min(max(step - _ROUNDER, _ZERO), _TOP))
 
 
-def make_functions(key_bits: int, value_bits: int) -> PageFunctions:
-    """The functions for codes of so many bits; they are as `engine.cpu.coded.page_kernels` says."""
+def make_functions(by_size: bool) -> PageFunctions:
+    """The functions for keys of 8 bits, coded by size, or of fewer, as values are; they are as
+    `engine.cpu.coded.page_kernels` says.
+    """
+    sized = int(by_size)
 
-    @jit_exact_variant(key_bits, value_bits)
+    @jit_exact_variant(sized)
     def expand_side(
         data: Any, at: Any, page: Any, table: Any, side: Any, first: Any, count: Any, scratch: Any, to: Any,
         stride: Any, work: Any, heads: int, width: int,
     ) -> None:  # fmt: skip
         literally(width)
-        bits, levels = key_bits if side == 0 else value_bits, side * _LEVELS
+        bits, levels = page[KEY_BITS + side], side * _LEVELS
         codes = at + page[SECTIONS + 2 * side] + first * ((width * bits + 7) // 8)
         for i in range(0, count, LANES):
             store(work, i, load_halves(data, at + page[SECTIONS + 2 * side + 1] + 2 * (first + i)))
-        if key_bits == 8:
-            if side == 0:
-                _expand_bytes(data, codes, count, work, scratch, to, width)
-            else:
-                _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
+        if sized == 1 and side == 0:
+            _expand_bytes(data, codes, count, work, scratch, to, width)
         else:
-            _expand_rows(data, codes, value_bits, table, levels, count, work, scratch, to, width)
+            _expand_rows(data, codes, bits, table, levels, count, work, scratch, to, width)
 
-    @jit_exact_variant(key_bits, value_bits)
+    @jit_exact_variant(sized)
     def encode_row(
         keys: Any, values: Any, data: Any, at: Any, page: Any, row: Any, table: Any, work: Any, width: int
     ) -> None:
         literally(width)
         for side in range(2):
-            x, bits = (keys, key_bits) if side == 0 else (values, value_bits)
+            x, bits = keys if side == 0 else values, page[KEY_BITS + side]
             codes = at + page[SECTIONS + 2 * side] + row * ((width * bits + 7) // 8)
             scale = at + page[SECTIONS + 2 * side + 1] + 2 * row
             levels, midpoints = side * _LEVELS, 2 * _LEVELS + side * (_LEVELS - 1)
-            if key_bits == 8:
-                if side == 0:
-                    _code_by_size(x, data, codes, scale, width)
-                else:
-                    _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
+            if sized == 1 and side == 0:
+                _code_by_size(x, data, codes, scale, width)
             else:
-                _code_by_norm(x, data, codes, scale, value_bits, table, levels, midpoints, work, width)
+                _code_by_norm(x, data, codes, scale, bits, table, levels, midpoints, work, width)
 
     return PageFunctions(expand_side, encode_row)

@@ -275,11 +275,13 @@ class CompiledAttention(CodedAttention):
         return self._bases[layer] is not None
 
     def _restore_rows(self, layer: int, head: int, rows: Floats) -> None:
-        """Rows [..., 2, head_dim] of one KV head out of the basis, in place.
+        """Rows [..., 2, head_dim] of one KV head out of the basis, in place; there may be none.
 
         A slab's rows that were never written may hold any number; they stay apart from all others, and nobody reads
         them.
         """
+        if not rows.size:
+            return
         basis = self._codecs[layer][head // self.first_codec.shape.heads].basis
         with np.errstate(over="ignore", invalid="ignore"):
             rows[..., 0, :] = basis.restore_keys(rows[..., 0, :])

@@ -32,11 +32,11 @@ from tests.engine.cpu.coded_pages import LAYER, NO_NORMS, QUERIES, make_pair, ma
 
 CALIBRATED_NAMES = ("nuq4-1%", "nuq4", "nuq3-1%", "nuq3", "nuq2-1%", "nuq2")
 CALIBRATED_SHAPES = ((2, 16), (4, 32), (3, 8), (2, 64), (8, 64))
-NAMES = ("fp16", "bf16", "fp8", "int8", "int4", "tq4", "tq3", "tq-k8v4")
+NAMES = ("fp16", "bf16", "fp8", "int4", "tq4", "tq3", "tq-k8v4")
 # Groups that are whole vectors and groups that are not; heads that are rotated whole, and in blocks.
 GRID = (
     *((name, *shape) for name in CALIBRATED_NAMES for shape in CALIBRATED_SHAPES),
-    *((name, 2, 16) for name in (*NAMES, "int4.g8", "int8.g8", "tq4.s7", "int8@", "tq3@")),
+    *((name, 2, 16) for name in (*NAMES, "int4.g8", "tq4.s7", "int8@", "tq3@")),
     *((name, *shape) for name in ("tq4", "tq3") for shape in ((3, 24), (1, 48))),
     ("tq-k8v4", 1, 48),
 )

@@ -288,24 +288,27 @@ def test_requests_of_two_classes_side_by_side_are_those_of_one_worker_each(both_
     wait_for(lambda: both_classes.held() == {})
 
 
-def test_classes_with_factors_and_without_are_those_of_one_worker_each(tmp_path: Path) -> None:
-    """`int4` is served twice; an id without a calibration is never that with one. Each head has factors of its own."""
-    file, codecs = str(tmp_path / "factors"), "int4:0.3,int4.g32:0.3,tq4"
+def test_classes_with_factors_are_those_of_one_worker_each(tmp_path: Path) -> None:
+    """Each head has factors of its own. An id without a calibration is never that with one."""
+    file, codecs = str(tmp_path / "factors"), "int4:0.5,tq4"
     digest = write_factored(Path(file), "int4", "tq4")
     pools = ("--prefill", "1", "--decode", "1", "--kv-cache-calibration", file)
     prompts()
+    numbers = [LENGTHS.index(length) for length in (2, 64, 129, 448)]
     with serve_parts(*pools, "--kv-cache-codec", codecs, *SIZED) as served:
-        ids = {kv: lone_worker(kv, file).layout.kv_class for kv in ("int4", "int4.g32", "tq4")}
-        assert [*ids.values()] == [f"int4.g32@{digest}", "int4.g32", f"tq4.s0@{digest}"]
+        ids = {kv: lone_worker(kv, file).layout.kv_class for kv in ("int4", "tq4")}
+        assert [*ids.values()] == [f"int4.g32@{digest}", f"tq4.s0@{digest}"]
         for chunks_cached in (False, True):
             for kv, kv_class in ids.items():
-                found = [ask_for(served, number, kv) for number in range(len(LENGTHS))]
-                assert {applied for _, _, applied in found} == {kv_class}
-                assert_same([answer for answer, _, _ in found], kv, file)
-                hits = [(n - 1) // 64 * 64 if chunks_cached else 0 for n in LENGTHS]
-                assert [cached for _, cached, _ in found] == hits
-        with pytest.raises(openai.BadRequestError, match="tq4.s0"):
-            ask_for(served, 0, "tq4.s0")
+                for number in numbers:
+                    found, cached, applied = ask_for(served, number, kv)
+                    wanted = expected(kv, number, file)
+                    assert (applied, found.tokens) == (kv_class, wanted.tokens)
+                    assert found.logprobs == pytest.approx(wanted.logprobs, abs=SAME)
+                    assert cached == ((LENGTHS[number] - 1) // 64 * 64 if chunks_cached else 0)
+        for other in ("int4.g32", "tq4.s0"):
+            with pytest.raises(openai.BadRequestError, match=other):
+                ask_for(served, 0, other)
         wait_for(lambda: served.held() == {})
 
 

@@ -220,18 +220,22 @@ class PairSelector:
         ranked = choose_pair(need, self.view, early)
         return None if ranked is None else ranked._replace(overdrawn=True)
 
-    def _running_answers(self, need: RoutingNeed, now_s: float, worker: str) -> list[RunningAnswer]:
-        """What decodes at a worker in the pool of `need`, and is not preempted for it.
-
-        Chunks of a prompt that others there have as well are not freed by its end.
-        """
+    def _counted_at(self, worker: str, need: RoutingNeed) -> list[RequestState]:
+        """The requests whose room at a worker counts for `need`: it is in the same pool, and not preempted for it."""
         kv_class = decided_class(self.fleet.workers[worker].hello, need.kv_class)
-        states = [
+        return [
             state
             for name in self.ledger.requests_at(worker)
             if (state := self.live[name]).request.tenancy.priority <= need.priority
             and (state.attempt_version is None or state.attempt_version.kv_class == kv_class)
         ]
+
+    def _running_answers(self, need: RoutingNeed, now_s: float, worker: str) -> list[RunningAnswer]:
+        """What decodes at a worker, of the requests that count there.
+
+        Chunks of a prompt that others there have as well are not freed by its end.
+        """
+        states = self._counted_at(worker, need)
         # The longest prefix that is shared with any other is shared with a neighbour in this order.
         shared = dict.fromkeys((state.request.id for state in states), 0)
         for one, two in pairwise(sorted(states, key=attrgetter("chunks"))):
@@ -254,14 +258,13 @@ class PairSelector:
         It need not have room for those that were overdrawn later.
         """
         assert state.pair is not None, "it has an attempt"
-        worker, queued = state.pair.decode, RequestStage.QUEUED
+        worker, need = state.pair.decode, state.attempt_need
         later = [
             one.shares[worker].room_tokens
-            for name in self.ledger.requests_at(worker)
-            if (one := self.live[name]).overdrawn
-            and one.request.entered_s[queued] > state.request.entered_s[queued]
+            for one in self._counted_at(worker, need)
+            if one.overdrawn and _place_of_start(one) > _place_of_start(state)
         ]
-        in_time = missing_room(worker, state.attempt_need, self.view, 0) <= sum(later)
+        in_time = missing_room(worker, need, self.view, 0) <= sum(later)
         self.patience.record_outcome(in_time)
         return in_time
 
@@ -383,3 +386,8 @@ class PairSelector:
         state.booked_tokens = state.room_tokens
         kv_class = None if state.attempt_version is None else state.attempt_version.kv_class
         self.ledger.book_shares(state.request.id, state.shares, state.request.tenancy.priority, kv_class)
+
+
+def _place_of_start(state: RequestState) -> tuple[float, int]:
+    """The order in which attempts began; those that began together did so in order of arrival."""
+    return state.request.entered_s[RequestStage.QUEUED], state.number

@@ -306,3 +306,39 @@ def test_chunks_that_others_have_are_not_freed_by_an_end() -> None:
     assert world.relay.live["same as a"].shared_tokens == PROMPT // 64 * 64
     assert begun(arrive(world, "c")) == []
     assert begun(decode(world, "a", 31, "length")) == ["c"] and not world.relay.live["c"].overdrawn
+
+
+def crowded_deployment() -> FakeDeployment:
+    """2P1D with room for four requests, which decode; so two may be missing."""
+    world = full_deployment(2 * SLABS)
+    for name in ("e", "f"):
+        arrive(world, name)
+        compute(world, name)
+        pull(world, name)
+    return world
+
+
+def outcomes(effects: list[RelayEffect]) -> list[bool]:
+    return [one.in_time for one in effects if isinstance(one, OverdraftSettled)]
+
+
+def test_room_of_those_behind_it_was_never_counted() -> None:
+    """A later one of a worse priority takes none of its room, so it frees none either."""
+    world = crowded_deployment()
+    assert begun(arrive(world, "first")) == ["first"]
+    world.now_s += STEP_S
+    assert begun(arrive(world, "worse", priority=1)) == ["worse"]
+    assert world.relay.pairs.num_overdrawn == 2
+    assert outcomes(compute(world, "first")) == [False], "no answer has ended"
+
+
+def test_of_two_that_began_together_the_first_needs_no_room_for_the_other() -> None:
+    world = crowded_deployment()
+    requests = [make_request(name, PROMPT, ANSWER) for name in ("one", "two")]
+    for request in requests:
+        request.prompt = [ord(request.id[0]), *request.prompt[1:]]
+        request.tenancy = world.origins[request.id] = Tenancy("tenant", "scope", 0)
+    assert begun(world.do(RequestArrived(requests[0], others=(requests[1],)))) == ["one", "two"]
+    decode(world, "a", 31, "length")
+    assert outcomes(compute(world, "one")) == [True]
+    assert outcomes(compute(world, "two")) == [False], "there is room for one of them"

@@ -100,13 +100,15 @@ def pairs_with_overdraft(
         source: _has_prefill_credit(source, view, need)
         and _has_kv_room(source, tokens, need, view)
         and _may_hold(source, tokens, need, view)
-        for source in {source for source, _ in found if source is not None}
+        for source in sorted({source for source, _ in found if source is not None})
     }
     measured = [worker_states[source] for source, fits in sources.items() if fits]
     token_s = seconds_per_unit(
         [(one, one.stats.step_tokens) for one in measured if one.stats.step_tokens], 0.0
     )
-    targets = [worker_states[target] for target in {target for source, target in found if source in token_s}]
+    targets = [
+        worker_states[target] for target in sorted({target for source, target in found if source in token_s})
+    ]
     step_s = seconds_per_unit([(one, one.stats.steps) for one in targets if one.stats.steps], DEFAULT_STEP_S)
     allowed = list[Pair]()
     missing = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from diptych.messages import Heartbeat, Prefill, WorkerStats
 from diptych.request import RequestStage, Tenancy
 from router.effects import ClientGone, OverdraftSettled, RelayEffect, RequestArrived
+from router.routing import credits
 from router.routing.overdraft import (
     MAX_HELD_SHARE,
     MAX_MISSING_SHARE,
@@ -22,6 +23,8 @@ from router.routing.overdraft import (
     frees_in_time,
     predicted_steps,
 )
+from router.routing.policy import RoutingNeed, seconds_per_unit
+from router.workers.worker_state import WorkerState
 from tests.unit.router.fake_deployment import (
     FakeDeployment,
     is_at_rest,
@@ -29,6 +32,7 @@ from tests.unit.router.fake_deployment import (
     make_request,
     messages_to,
 )
+from tests.unit.router.fleet_views import fleet_of, view
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=60)
 ANSWERS = st.lists(
@@ -342,3 +346,21 @@ def test_of_two_that_began_together_the_first_needs_no_room_for_the_other() -> N
     decode(world, "a", 31, "length")
     assert outcomes(compute(world, "one")) == [True]
     assert outcomes(compute(world, "two")) == [False], "there is room for one of them"
+
+
+def test_speeds_are_added_in_the_order_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of floats depends on the order, and that of a set on the process: one trace has one outcome."""
+    seen: list[list[str]] = []
+
+    def look(worker_counts: list[tuple[WorkerState, int]], default_s: float) -> dict[str, float]:
+        seen.append([worker_state.name for worker_state, _ in worker_counts])
+        return seconds_per_unit(worker_counts, default_s)
+
+    monkeypatch.setattr(credits, "seconds_per_unit", look)
+    names = [[f"{role}-{number}" for number in range(8)] for role in ("prefill", "decode")]
+    links = {(source, target): 1.0 for source in names[0] for target in names[1]}
+    state = view(fleet_of(*names[0], *names[1], links=links))
+    for member in state.fleet.workers.values():
+        member.stats = WorkerStats(steps=10, step_seconds=1.0, step_tokens=100)
+    credits.pairs_with_overdraft([*links], RoutingNeed(100, 200), state, lambda _: [], AnswerEnds(), 1.0)
+    assert seen == names

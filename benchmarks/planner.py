@@ -1,10 +1,11 @@
 """How long the placement search takes, what it finds, and how that compares with the paper.
 
-    python -m benchmarks.planner [--json] [--only search,paper,scales,equal,horizon] [--large]
+    python -m benchmarks.planner [--json] [--only plans,search,paper,scales,equal,horizon] [--large] [--short]
 
 The models are OPT on A100-80G with the costs of the paper's artefact (OPT-175B: scaled from OPT-66B), lengths synthetic
 with the means of figure 7, joint attainment 90 %.
 
+    first_answer_s, plan_s …     what a user waits for (`benchmarks.planner_parts.plan_time`)
     opt66b_1x8_s, opt66b_4x8_s   seconds of the whole search, all families: the first with runs of 300 requests as the
                                  paper's, single process; the second with --large, and runs of 30 s at least
     plan_opt66b_1x8_s            seconds of this question as `diptych plan` asks it: more seeds, longer runs, prompts
@@ -33,6 +34,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import benchmarks.script_path  # noqa: F401
+from benchmarks.planner_parts.plan_time import plans
 from diptych.slo import Slo
 from planner.costs.profile_file import built_in_profile
 from planner.hardware import find_device
@@ -242,9 +244,9 @@ def equal(requests: int = 300, span_s: float = 20.0) -> dict[str, Any]:
     return rows
 
 
-def measure(only: set[str], large: bool) -> dict[str, Any]:
+def measure(only: set[str], large: bool, short: bool) -> dict[str, Any]:
     """The parts asked for."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = plans(short) if "plans" in only else {}
     if "search" in only:
         small = timed(1)
         figures |= {
@@ -274,10 +276,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--large", action="store_true", help="4 × 8 devices too")
     parser.add_argument(
-        "--only", default="search,paper,scales,horizon,equal", help="parts, with commas between"
+        "--only", default="plans,search,paper,scales,horizon,equal", help="parts, with commas between"
     )
+    parser.add_argument("--short", action="store_true", help="fewer questions in `plans`")
     given = parser.parse_args()
-    figures = measure(set(given.only.split(",")), given.large)
+    figures = measure(set(given.only.split(",")), given.large, given.short)
     if given.json:
         print(json.dumps(figures))
     else:

@@ -134,7 +134,7 @@ def _validate_from(
         attained,
         shares,
         rate if good else 0.0,
-        None if good else rate,
+        None if good else min(tried, default=rate),
         len(trial.samples[0]),
         local_prefill,
     )

@@ -23,6 +23,7 @@ from planner.placement.solve import Solution, solve_placement
 from planner.placement.validate import (
     LONGER_RUN,
     RATE_STEP,
+    STEPS_DOWN,
     _exact_trial,
     confirm_goodput,
     product_limits,
@@ -92,6 +93,12 @@ def test_a_validation_is_about_one_rate() -> None:
     assert 0.0 < found.goodput_rps == found.rate_rps and found.attainment >= 0.9
     assert found.fails_rps == pytest.approx(found.goodput_rps * RATE_STEP)
     assert validate_rate(request, PAIR, found.goodput_rps, climb=False).attainment == found.attainment
+
+
+def test_where_no_rate_is_met_the_lowest_one_tried_is_named() -> None:
+    found = validate_rate(question(slos={"": Slo(1e-6, 0.03)}), PAIR, 60.0, climb=True)
+    assert (found.goodput_rps, found.rate_rps, found.attainment) == (0.0, 60.0, 0.0)
+    assert found.fails_rps == pytest.approx(60.0 * RATE_STEP**-STEPS_DOWN)
 
 
 def test_a_goodput_is_confirmed_by_a_longer_run() -> None:

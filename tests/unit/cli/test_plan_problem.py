@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import built_in_profile, save_profile
 from planner.hardware import NodeSpec, find_device
 from planner.placement.problem import Problem
-from planner.placement.solve import solve_placement
+from planner.placement.solve import Solution, solve_placement
 from planner.types import DECODE, PREFILL, InstancePool, LinkSpec, Parallelism, Placement
 from services.cli.main import main
 from services.cli.plan import command
@@ -46,6 +47,32 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
         return found[0]
 
     return typed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--horizon", "601"), "at first sight: 1 × both TP1, about "), (("--horizon", "600"), ""),
+     (("--horizon", "601", "--json"), "")],
+)  # fmt: skip
+def test_what_short_runs_suggest_is_printed_before_the_search(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not if the search itself is as short, and not beside JSON."""
+
+    def end_search(problem: Problem, report: Callable[[str], None]) -> Solution:
+        report("searching")
+        raise ConfigError("no answer", "the search ends here", "look at what was printed before")
+
+    monkeypatch.setattr(command, "solve_placement", end_search)
+    asked = (
+        "--model OPT-13B --device A100-80G --gpus 1 --slo-ttft-ms 400 --slo-tpot-ms 100 --span-s 3 --seeds 1"
+    )
+    monkeypatch.setattr(sys, "argv", ["diptych", "plan", *asked.split(), *words])
+    with pytest.raises(SystemExit):
+        main()
+    captured = capsys.readouterr()
+    assert captured.out.startswith(said) and len(captured.out.splitlines()) == bool(said)
+    assert captured.err.splitlines()[0] == "error: no answer"
 
 
 def test_the_model_is_as_the_profile_has_it(ask: Ask, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ CONSTANT_TYPES = (bool, int, float, str, np.generic)
 # The packages whose changes make kernels new.
 OWN_PACKAGES = frozenset(PACKAGES)
 # Seconds to wait for one kernel: for its lock, and for its compiler.
-MAX_COMPILE_S = 120.0
+MAX_COMPILE_S = 300.0
 HEX_PATTERN = "[0-9a-f]" * 16
 # Seconds between two attempts to get the lock, since flock has no timeout.
 LOCK_POLL_S = 0.05

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from kvcache.tiers.chunk_store import ChunkStore
@@ -27,11 +28,19 @@ def start(folder: Path, seed: int) -> subprocess.Popen[str]:
 
 
 def stored_right(store: ChunkStore) -> int:
-    """How many chunks the store has; all of them are right."""
-    found = store.find([address_of(n) for n in range(2 * ROOM)])
-    right = [n for n in range(2 * ROOM) if address_of(n) in found and read_number(store, n) == content_of(n)]
-    assert len(right) == len(found)
-    return len(right)
+    """How many chunks the store has; all of them are right.
+
+    A process that was killed may have removed a file, and not yet its row: reading there forgets the row.
+    """
+    addresses = [address_of(n) for n in range(2 * ROOM)]
+    found, right = store.find(addresses), 0
+    for number, address in enumerate(addresses):
+        if address in found:
+            with suppress(KeyError):
+                assert read_number(store, number) == content_of(number)
+                right += 1
+    assert right == len(store.find(addresses))
+    return right
 
 
 def test_processes_that_are_killed_while_they_store(tmp_path: Path) -> None:
@@ -58,7 +67,8 @@ def test_processes_that_are_killed_while_they_store(tmp_path: Path) -> None:
     assert peak <= room_for(ROOM)
     watcher.reclaim_dead()
     assert not list((folder / "partial").iterdir()) and len(list((folder / "owners").iterdir())) == 1
+    right = stored_right(watcher)
     chunks, num_bytes = watcher.count()
-    assert chunks == stored_right(watcher) == len(list((folder / "chunks").iterdir())) > ROOM // 2
+    assert chunks == right == len(list((folder / "chunks").iterdir())) > ROOM // 2
     assert num_bytes == chunks * (room_for(1) - room_for(0))
     watcher.close()

@@ -256,7 +256,7 @@ class FamilySearch:
 
 
 def first_answer(problem: Problem) -> Finalist | None:
-    """What short runs of one seed suggest, within a second or two; None if no placement meets the SLOs in them, or the
+    """What short runs of one seed suggest; None if no placement meets the SLOs in them, or the
     search itself has no longer ones.
     """
     if problem.requests <= FIRST_REQUESTS and problem.span_s <= FIRST_S:

@@ -54,10 +54,17 @@ class CompiledResults:
 
 @cache
 def is_compiled() -> bool:
-    """Whether machine code can be had, and is kept for other processes, so that few wait for it to be compiled."""
-    from diptych.kernels.cache import machine_kernel_folder
+    """Whether machine code is on disk or can be stored there, so that not every process compiles it."""
+    from diptych.kernels.cache import is_stored, machine_kernel_folder
 
-    return os.environ.get("NUMBA_DISABLE_JIT", "0") == "0" and machine_kernel_folder() is not None
+    folder = machine_kernel_folder()
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0" or folder is None:
+        return False
+    if os.access(folder, os.W_OK):
+        return True
+    from planner.sim.fast import kernel
+
+    return is_stored(kernel.run_all) and is_stored(kernel.fill_step_s)
 
 
 def tabulate_jobs(jobs: Sequence[Job]) -> JobTable:

@@ -85,9 +85,13 @@ def run_plan(options: PlanOptions) -> int:
 
 def _print_first(problem: Problem) -> None:
     """Print what short runs suggest, before the search. What is wrong with the question is said by the search."""
+    _report_progress("looking at short runs; the first plan on a machine compiles for it")
+    found = None
     with suppress(ConfigError):
-        if (found := first_answer(problem)) is not None:
-            print(f"at first sight: {found.placement}, about {found.expected_rps:.3g} requests/s", flush=True)
+        found = first_answer(problem)
+    _report_progress("")
+    if found is not None:
+        print(f"at first sight: {found.placement}, about {found.expected_rps:.3g} requests/s", flush=True)
 
 
 def _report_progress(text: str) -> None:

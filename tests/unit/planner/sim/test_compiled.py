@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from math import inf
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diptych.kernels import cache as kernel_cache
 from diptych.slo import Slo
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import built_in_profile
@@ -19,6 +21,7 @@ from planner.placement.enlarged import EnlargedCost
 from planner.placement.problem import NodeGroup, Problem
 from planner.placement.trial import JobSample
 from planner.placement.validate import product_limits
+from planner.sim.fast import compiled
 from planner.sim.fast.cluster import simulate_fast
 from planner.sim.fast.compiled import compile_cluster, tabulate_jobs
 from planner.sim.fast.instance import InstanceLimits
@@ -162,3 +165,19 @@ def test_unknown_costs_are_left_to_the_python_code() -> None:
     assert compile_cluster(**given) is None
     rotating = drawn(random.Random(2)) | {"limits": InstanceLimits(batch_rows=4)}
     assert compile_cluster(**rotating) is None
+
+
+@pytest.mark.parametrize(("writable", "stored"), [(True, False), (False, True), (False, False)])
+def test_nobody_compiles_what_cannot_be_kept(
+    writable: bool, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_DISABLE_JIT", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    monkeypatch.setattr(kernel_cache, "is_stored", lambda kernel: stored)
+    compiled.is_compiled.cache_clear()
+    try:
+        assert compiled.is_compiled() is (writable or stored)
+        given = drawn(random.Random(0))
+        assert (compile_cluster(**given) is not None) is (writable or stored)
+    finally:
+        compiled.is_compiled.cache_clear()

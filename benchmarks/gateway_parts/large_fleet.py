@@ -1,7 +1,7 @@
 """A relay with many workers and streams, without any process: what each of its decisions costs.
 
-All links are there. At every beat a prefill worker has computed its prompts, and a decode worker gives each of its
-streams a token. As many requests wait as are wanted: for each that ends another one arrives.
+All links are there. At every beat prompts are computed for as long as decode workers have room, and each stream gets a
+token. As many requests wait as are wanted: for each that ends another one arrives.
 """
 
 from __future__ import annotations
@@ -127,21 +127,13 @@ class LargeFleet:
         return sorted(self.events_s)[-1 - len(self.events_s) // 1000]
 
     def _advance(self) -> None:
-        """One beat: all prompts that have begun are computed, every stream gets a token."""
+        """One beat: prompts are computed until no other one may begin, and every stream gets a token."""
         self.now_s += BEAT_S
-        for name, orders in self._orders.items():
-            while orders:
-                order = orders.popleft()
-                first = Output(order.request, order.epoch, [1])
-                self._said.append((name, Step([first])))
-                self._said.append(
-                    (
-                        name,
-                        Offer(
-                            order.request, order.epoch, b"t", len(order.prompt), self._chunks * CHUNK_BYTES
-                        ),
-                    )
-                )
+        while any(self._orders.values()):
+            for name, orders in self._orders.items():
+                while orders:
+                    self._said += self._computed(name, orders.popleft())
+            self._settle()
         for name, streams in self._decoding.items():
             if streams:
                 outputs = list(self._next_tokens(streams))
@@ -152,9 +144,17 @@ class LargeFleet:
             self._do(ClockTick())
             self._beat_hearts()
 
+    def _computed(self, worker: str, order: Prefill) -> Iterator[tuple[str, ToGateway]]:
+        """What a prefill worker says of a prompt that it has computed."""
+        yield worker, Step([Output(order.request, order.epoch, [1])])
+        num_bytes = self._chunks * CHUNK_BYTES
+        yield worker, Offer(order.request, order.epoch, b"t", len(order.prompt), num_bytes)
+
     def _next_tokens(self, streams: dict[str, tuple[int, int]]) -> Iterator[Output]:
         for request, (epoch, done) in list(streams.items()):
-            finish = "length" if done + 1 >= ANSWER_TOKENS else None
+            # Some stop sooner, or all would end in the same beat.
+            stops = "stop" if self._random.random() < 1 / ANSWER_TOKENS else None
+            finish = "length" if done + 1 >= ANSWER_TOKENS else stops
             if finish:
                 del streams[request]
             else:

@@ -70,7 +70,6 @@ from services.gateway.openai.validate import (
     check_model_name,
     check_text_length,
     context_length_error,
-    grammar_error,
     invalid_value_error,
     split_prompts,
 )
@@ -83,6 +82,7 @@ from services.gateway.pooling.pooled_inputs import (
     read_score,
     resolve_pooled,
 )
+from services.gateway.preparation.checked_beside import checked_grammar
 from services.gateway.responses.translate import translate_responses
 
 GRAMMAR_FIELD = "response_format"
@@ -161,26 +161,25 @@ def resolve_body(
     ignored: list[str] | None = [] if rules.ignore_unknown and steps.generates else None
     fields = parse_body(body, steps.schema, rules.limits.max_depth, ignored)
     if steps.translate is None:
-        resolved = _resolve_fields(steps, fields, caller, rules, check)
+        resolved = _resolve_fields(steps, fields, len(body), caller, rules, check)
     else:
         translated = steps.translate(fields, rules)
         with translated.names.rename_errors():
             renamed = translated.names.rename_check(check)
-            resolved = _resolve_fields(steps, translated, caller, rules, renamed)
+            resolved = _resolve_fields(steps, translated, len(body), caller, rules, renamed)
     if ignored and isinstance(resolved, ResolvedRequest):
         return replace(resolved, ignored_fields=tuple(ignored))
     return resolved
 
 
 def _resolve_fields(
-    steps: BodyRoute, fields: Any, caller: Caller, rules: RequestRules, check: GrammarCheck
+    steps: BodyRoute, fields: Any, body_bytes: int, caller: Caller, rules: RequestRules, check: GrammarCheck
 ) -> ResolvedRequest | bytes:
     """The same as `resolve_body`, for a body that is decoded."""
     valid = steps.validate(fields, caller, rules)
-    if valid.grammar is not None and (why := check(valid.grammar, valid.grammar_field)) is not None:
-        raise grammar_error(why, valid.grammar_field)
-    kept = count_kept(fields, rules) if isinstance(fields, ChatRequest | CompletionRequest) else None
-    prompts = [_tokenize_source(source, valid, kept, rules) for source in valid.sources]
+    with checked_grammar(valid.grammar, valid.grammar_field, check, body_bytes):
+        kept = count_kept(fields, rules) if isinstance(fields, ChatRequest | CompletionRequest) else None
+        prompts = [_tokenize_source(source, valid, kept, rules) for source in valid.sources]
     if isinstance(fields, ChatRequest | CompletionRequest):
         prompts = truncate_prompts(fields, prompts, rules)
     resolved = steps.resolve(fields, valid, prompts, caller, rules)

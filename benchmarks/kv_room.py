@@ -38,7 +38,8 @@ from benchmarks.load.rounds import Measure, measure_rounds
 from benchmarks.load.short_form import add_short_form
 from diptych.chunks import CHUNK_TOKENS
 from planner.costs.step import StepCost, StepVariation
-from planner.sim.exact.simulate import ExactSimulation, InstanceSpec, SimDeployment
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.simulate import ExactSimulation
 from planner.types import DECODE, PREFILL, InstancePool, Job, JobResult, Parallelism, Placement
 
 PROMPT, ANSWER, REQUESTS_AT_ONCE, FREE_REQUESTS = 1024, 32, 4, 40

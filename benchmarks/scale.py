@@ -37,7 +37,8 @@ import benchmarks.script_path  # noqa: F401
 from diptych.slo import Slo
 from planner.attainment import AttainmentCounter
 from planner.costs.profile import analytic_profile
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment, build_deployment
+from planner.sim.exact.deployment import SimDeployment, build_deployment
+from planner.sim.exact.simulate import ExactSimulation
 from planner.types import (
     DECODE,
     PREFILL,

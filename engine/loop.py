@@ -42,7 +42,7 @@ from engine.protocols import (
     StepSampler,
 )
 from engine.sampling.mask_budget import MaskBudget
-from engine.scheduling.new_token_ratio import MeasuredRate
+from engine.scheduling.new_token_ratio import FIRST_PREFILL_RATE, MeasuredRate
 from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.sequence_table import DEADLINE_FAILURE, AdmittedSequence, SequenceTable, StepWorkload
@@ -102,7 +102,7 @@ class Engine:
         self.host, self._observer = host, observer
         self.kv_observer: KvObserver | None = None
         # Estimates: prompt tokens computed per second, and bytes copied per second to and from the host tier.
-        self.prefill_rate, self.copy_rate = MeasuredRate(2000.0), MeasuredRate(1e9)
+        self.prefill_rate, self.copy_rate = MeasuredRate(FIRST_PREFILL_RATE), MeasuredRate(1e9)
         self.table = SequenceTable(scheduler, kv)
         self._live: dict[str, LiveSequence] = {}
         self._masks = MaskBudget()

@@ -43,6 +43,11 @@ class TierRate:
     bytes_per_s: float
 
 
+# The tiers, and how fast they are read until that was measured.
+HOST, DISK = "host", "disk"
+FIRST_RATES = {HOST: TierRate(0.002, 1e9), DISK: TierRate(0.004, 2e8)}
+
+
 @dataclass(slots=True, eq=False)
 class PrefixRestore:
     """The part of a prefix that is not in the pool. Sequences that wait for it share it (`Sequence.restore`).

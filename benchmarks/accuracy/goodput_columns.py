@@ -13,7 +13,7 @@ from benchmarks.accuracy.measured_deployment import (
     undisturbed_costs,
 )
 from diptych.slo import Slo, Slos
-from planner.sim.exact.simulate import SimDeployment as Simulated
+from planner.sim.exact.deployment import SimDeployment as Simulated
 from planner.sim.exact.simulate import simulate_exact
 from planner.types import Job, JobResult
 from planner.workload.workload import Workload

@@ -17,8 +17,8 @@ from benchmarks.accuracy.step_variation import fit_undisturbed_cost, measure_var
 from diptych.config.options import Config
 from planner.costs.profiler import FittedCosts, WorkerTrace, mean_step_gap_s
 from planner.costs.step import StepCost
-from planner.sim.exact.simulate import InstanceSpec, SimDeployment
-from planner.sim.exact.simulate import build_deployment as simulated
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.deployment import build_deployment as simulated
 from planner.types import BOTH, InstancePool, Parallelism, Placement
 from services.bench.profile_run import Measurement, PoolSizes
 
@@ -41,7 +41,7 @@ def measured_deployment(
     Args:
         own: of `undisturbed_costs`.
         traces: one of each worker of `pools`.
-        options: as `planner.sim.exact.simulate.build_deployment` has them; L_m is that of the traces.
+        options: as `planner.sim.exact.deployment.build_deployment` has them; L_m is that of the traces.
     """
     workers = sorted(traces, key=lambda life: (life.role != "prefill", life.worker))
     if len(workers) != pools.prefill + pools.decode and len(workers) != pools.colocated:

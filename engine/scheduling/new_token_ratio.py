@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Prompt tokens that an engine computes per second, until it was measured.
+FIRST_PREFILL_RATE = 2000.0
+
 
 @dataclass(slots=True)
 class NewTokenRatio:

@@ -17,7 +17,8 @@ from planner.placement.plan_file import PlanStepLimits
 from planner.placement.problem import FRESH_SEED, Problem
 from planner.placement.sizing import grow_deployment, shrink_deployment
 from planner.placement.trial import WARMUP, Trial, overall_attainment
-from planner.sim.exact.simulate import ResultSink, SimDeployment, build_deployment, simulate_exact
+from planner.sim.exact.deployment import SimDeployment, build_deployment
+from planner.sim.exact.simulate import ResultSink, simulate_exact
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import BOTH, Job, JobResult, Placement, keeps_steps_within_tpot
 

@@ -25,7 +25,8 @@ from engine.step_work import StepWork
 from kvcache.pool import KvPool
 from planner.costs.kv.classes import plan_kv_classes
 from planner.costs.profile_file import built_in_profile
-from planner.sim.exact.simulate import SimDeployment, build_deployment, class_slabs, simulate_exact
+from planner.sim.exact.deployment import SimDeployment, build_deployment
+from planner.sim.exact.simulate import class_slabs, simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, Parallelism, Placement
 from tests.support.deployment import Served, call_at_once, serve_parts, wait_for
 from tests.system.factored_calibration import write_factored

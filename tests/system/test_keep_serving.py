@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from planner.costs.profile_file import built_in_profile
-from planner.sim.exact.simulate import build_deployment, simulate_exact
+from planner.sim.exact.deployment import build_deployment
+from planner.sim.exact.simulate import simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, KvKeep, LinkSpec, Parallelism, Placement
 from tests.support.deployment import Served, serve_parts
 from tests.system.kept_answers import CONTEXT, NEW_TOKENS, SLOTS, KeptAnswer, complete

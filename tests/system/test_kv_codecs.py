@@ -13,8 +13,9 @@ import pytest
 from planner.costs.kv.codec import code_profile
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile
+from planner.sim.exact.deployment import build_deployment
 from planner.sim.exact.links import SimLinks
-from planner.sim.exact.simulate import build_deployment, simulate_exact
+from planner.sim.exact.simulate import simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Job, LinkSpec, Parallelism, Placement
 from tests.support.deployment import Served, serve_parts
 

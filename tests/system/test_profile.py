@@ -9,7 +9,8 @@ import pytest
 
 from planner.costs.kv.classes import plan_kv_classes
 from planner.costs.profile_file import load_profile
-from planner.sim.exact.simulate import build_deployment, simulate_exact
+from planner.sim.exact.deployment import build_deployment
+from planner.sim.exact.simulate import simulate_exact
 from planner.types import DECODE, PREFILL, InstancePool, Parallelism, Placement, StepBatch
 from planner.workload.workload import synthetic_workload
 from tests.support.terminal import run

@@ -17,7 +17,8 @@ from diptych.config.options import Config
 from planner.costs.model import dims_on_cpu, find_model
 from planner.costs.profile_file import PROFILE_FOLDER, built_in_profile, save_profile
 from planner.hardware import NodeSpec, find_device
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import ExactSimulation
 from planner.types import Job, JobResult, LinkSpec, Parallelism
 from planner.workload.traces import write_trace
 from services.cli.main import main
@@ -142,6 +143,18 @@ BUILT_IN = str(PROFILE_FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *CHAT, "--rate", "1e-300"], "a rate of"),
         ([*REAL, *CHAT, "--rate", "1", "--cv", "1e-200"], "cannot be drawn"),
         ([*REAL, *CHAT, "--rate", "1", "--enable-prefix-caching"], "enable-prefix-caching has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "1GiB"], "--kv-host-bytes has no effect"),
+        ([*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "much"], "--kv-host-bytes much cannot be read"),
+        ([*REAL, *CHAT, "--rate", "1", "--kv-disk-bytes", "1GiB"], "--kv-disk-bytes needs --kv-host-bytes"),
+        ([*REAL, *CHAT, "--rate", "1", "--kv-disk-rate", "1GB/s"], "--kv-disk-rate needs --kv-disk-bytes"),
+        (
+            [*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "1GiB", "--kv-host-rate", "fast"],
+            "--kv-host-rate fast cannot be read",
+        ),
+        (
+            [*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "1GiB", "--no-enable-prefix-caching"],
+            "--kv-host-bytes does not go with --no-enable-prefix-caching",
+        ),
         ([*REAL, *CHAT, "--rate", "1", "--max-num-seqs", "600"], "too small for 600 requests"),
         ([*REAL, *CHAT, "--rate", "1", "--local-prefill", "often"], "--local-prefill often"),
         ([*REAL, *CHAT, "--rate", "1", "--link", "fast"], "--link fast cannot be read"),
@@ -313,6 +326,25 @@ def test_prefixes_and_lengths_are_those_of_the_kinds_that_are_served(
     assert typed(monkeypatch, *brought, *few) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "[/log]: 50 of its 1,100 requests are longer" in shown
+
+
+def test_prefixes_that_left_the_pools_are_read_back_where_that_is_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice the same 60 prefixes of 1,536 tokens, more than the pools have room for."""
+    trace = tmp_path / "twice.jsonl"
+    write_trace(trace, [Job(float(at), 1600, 2, "", (at % 60,), 1536) for at in range(120)])
+    words = [*REAL, "--placement", "1P + 1D", "--trace", trace]
+    tiers = ["--kv-host-bytes", "20GiB", "--kv-disk-bytes", "1TiB", "--kv-host-rate", "50GB/s"]
+    fast = ["--kv-disk-rate", "20GB/s"]
+    cold, slow, warm = (figures(monkeypatch, capsys, *words, *more) for more in ((), tiers, [*tiers, *fast]))
+    assert cold["tiers"] == {} and slow["tiers"].keys() == {"host", "disk"}
+    # By the first guess of a disk's rate, prefixes are computed sooner. Memory has lost them before they come again.
+    assert slow["tiers"]["disk"]["restored_chunks"] == 0 < slow["tiers"]["disk"]["stored_chunks"]
+    assert warm["tiers"]["disk"]["restored_chunks"] == 60 * 24
+    assert warm["ms"]["ttft"]["p50"] < 0.5 * cold["ms"]["ttft"]["p50"] == 0.5 * slow["ms"]["ttft"]["p50"]
+    assert typed(monkeypatch, *words, *tiers, *fast) == 0
+    assert "read back at 20 GB/s" in capsys.readouterr().out
 
 
 def test_a_kind_that_none_came_of_is_reported(

@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from diptych.errors import CorruptChunk
 from diptych.stats.tiers import TierStats
-from engine.prefix_restores import PrefixRestore, TierRate
+from engine.prefix_restores import DISK, FIRST_RATES, HOST, PrefixRestore, TierRate
 from engine.scheduling.new_token_ratio import MeasuredRate
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -27,13 +27,10 @@ from kvcache.tiers.chunk_store import STORE_ERRORS, ChunkStore, NewChunk
 from kvtransfer.resharding import ShardedPool
 from worker.tiers.tier_thread import TierThread
 
-HOST, DISK = "host", "disk"
 # Chunks that one batch stores. A look-up waits for a batch.
 BATCH_CHUNKS = 4
 # Most chunks that wait to be stored in a tier.
 MAX_WAITING = 1024
-# How fast tiers are read, until it was measured: seconds before the first byte, and bytes per second.
-FIRST_RATES = {HOST: (0.002, 1e9), DISK: (0.004, 2e8)}
 # For how many seconds the size of a tier is not asked for again.
 COUNT_S = 2.0
 # A tier whose rate says that nothing is read from it is read once in so many seconds, to measure it again.
@@ -45,8 +42,8 @@ class _Tier:
 
     def __init__(self, name: str, store: ChunkStore, thread: TierThread[list[PrefixNode]]):
         self.name, self.store, self.thread = name, store, thread
-        self.delay_s, rate = FIRST_RATES[name]
-        self.rate = MeasuredRate(rate)
+        first = FIRST_RATES[name]
+        self.delay_s, self.rate = first.delay_s, MeasuredRate(first.bytes_per_s)
         self.num_stored = self.num_restored = 0
         # When its rate was last measured, in clock seconds.
         self._measured_s = float("-inf")

@@ -19,6 +19,8 @@ from typing import cast
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import decision_tokens
+from engine.prefix_restores import NoRestores, PrefixRestores
+from engine.scheduling.new_token_ratio import FIRST_PREFILL_RATE, MeasuredRate
 from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence, num_chunks
 from engine.sequence_table import SequenceTable, first_output_seconds
@@ -191,6 +193,9 @@ class SimEngine:
         self.table = SequenceTable(self.scheduler, self.kv)
         self.stages, self.skips, self.work = stages, skips, work or {}
         self.run: StepRun | None = None
+        # As those of `engine.loop.Engine`.
+        self.prefill_rate = MeasuredRate(FIRST_PREFILL_RATE)
+        self.restores: PrefixRestores | NoRestores = NoRestores()
         self.preempted: Counter[str] = Counter()
         self.most_used: dict[str, int] = dict.fromkeys(limits.kv_classes, 0)
 
@@ -223,6 +228,11 @@ class SimEngine:
         self.run = run
         self.extend_run()
         return run
+
+    def add(self, seq: SimSequence, now_s: float) -> None:
+        """Queue a sequence to be prefilled. Raises SequenceRefused if it cannot be taken."""
+        self.scheduler.add(seq, now_s)
+        self.restores.begin(seq, now_s)
 
     def make_room(self, seq: Sequence) -> bool:
         """Preempt one sequence of a worse priority than `seq`, which is to be adopted; False if none may be."""
@@ -425,6 +435,8 @@ class SimEngine:
         self.table.record_steps(rows, prefilled, run.costs)
         for cost_s in run.costs:
             self.table.counters.seconds += cost_s
+        if prefilled > rows:
+            self.prefill_rate.add_sample(prefilled, run.costs[0])
 
     def _emit_tokens(self, seq: SimSequence, count: int, now_s: float) -> SimOutput:
         """The output of a sequence that has generated `count` tokens by now; drops the sequence if it has finished."""

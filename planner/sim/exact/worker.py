@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import msgspec
@@ -80,6 +81,10 @@ class SimWorker:
         # Aborts of sequences in the running step of each engine. They are carried out when the step has ended.
         self._later: list[list[tuple[str, int]]] = [[] for _ in engines]
         self._due = False
+        # When prefixes that are read back have to be looked at again, as far as that is scheduled.
+        self._tend_s = inf
+        for engine in engines:
+            engine.restores.notify(self._schedule_round)
         self._versions = [0] * len(engines)
 
     # ---- rounds of messages
@@ -243,7 +248,7 @@ class SimWorker:
             if isinstance(order, Admit):
                 self.fetchers[place].admit(order, seq, self.events.now_s)
             else:
-                self.engines[place].scheduler.add(seq, self.events.now_s)
+                self.engines[place].add(seq, self.events.now_s)
         except SequenceRefused as refusal:
             self._send_message(Failed(seq.id, seq.epoch, refusal.code, refusal.what))
 
@@ -272,7 +277,10 @@ class SimWorker:
             self._release_lease(f"{request}#{number}")
 
     def _start_transfers(self) -> bool:
-        """Adopts fetched requests, and starts fetches for which there is room. Returns whether any was recalled."""
+        """Tends prefixes that are read back, adopts fetched requests, and starts fetches for which there is room.
+        Returns whether any was recalled.
+        """
+        self._tend_restores()
         landed, self._landed = self._landed, []
         recalled = False
         for fetcher in self.fetchers:
@@ -281,6 +289,14 @@ class SimWorker:
                     fetcher.finish(arrival, self.events.now_s)
             recalled = fetcher.start_transfers(self.events.now_s) or recalled
         return recalled
+
+    def _tend_restores(self) -> None:
+        """Goes on with prefixes that are read back, and schedules the time at which nobody waits for them any more."""
+        now_s = self.events.now_s
+        ends = [end_s for engine in self.engines if (end_s := engine.restores.tend(now_s)) is not None]
+        if ends and not now_s < self._tend_s <= min(ends):
+            self._tend_s = min(ends)
+            self.events.at(self._tend_s, self._schedule_round)
 
     # ---- messages to the gateway
 
@@ -311,7 +327,7 @@ class SimWorker:
     def stats(self) -> WorkerStats:
         """The statistics for a heartbeat."""
         done = [engine.done(self.events.now_s) for engine in self.engines]
-        return WorkerStats(
+        stats = WorkerStats(
             slabs_total=sum(engine.limits.num_slabs for engine in self.engines),
             slabs_used=sum(engine.kv.used for engine in self.engines),
             running=sum(engine.table.num_running for engine in self.engines),
@@ -319,6 +335,8 @@ class SimWorker:
             step_seconds=sum(seconds for _, seconds, _ in done),
             step_tokens=sum(tokens for _, _, tokens in done),
         )
+        # The batches of a pipeline share the tiers; what they looked up is told by the first one alone.
+        return self.engines[0].restores.complete_stats(stats)
 
 
 def _valid_outputs(run: StepRun, step: int, outputs: list[SimOutput]) -> list[SimOutput]:

@@ -8,7 +8,8 @@ from typing import Any
 from diptych.errors import ConfigError
 from diptych.slo import Slo
 from planner.sim.exact.bulk import SimBulkSpec, SimBulkUse
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import ExactSimulation
 from services.cli.plan.bulk_inputs import read_lengths
 from services.cli.simulate.options import SimulateOptions
 from services.gateway.batches.feeder import LINES_PER_WORKER

@@ -19,7 +19,7 @@ from planner.costs.model import ModelDims, find_model
 from planner.costs.profile import CostProfile
 from planner.costs.profile_file import built_in_profile, load_profile_of
 from planner.kv_links import choose_kv_link, parse_link_flag
-from planner.sim.exact.simulate import SimDeployment, build_deployment
+from planner.sim.exact.deployment import SimDeployment, build_deployment
 from planner.types import (
     BOTH,
     DECODE,
@@ -31,6 +31,7 @@ from planner.types import (
     keeps_steps_within_tpot,
 )
 from services.cli.simulate.bulk_use import bulk_beside
+from services.cli.simulate.kv_tiers import read_tiers
 from services.cli.simulate.options import DECODE_OVERDRAFT, LOCAL_PREFILL, SimulateOptions
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
@@ -70,6 +71,7 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
         kv_classes=shared_kv_classes(profiles.values(), options.kv_cache_codec),
         keep=find_keep(profile, options.kv_keep, options.kv_cache_codec),
         bulk=bulk_beside(options, slo),
+        tiers=read_tiers(options),
     )
     for machine in made.instances:
         check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment, class_slabs
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import ExactSimulation, class_slabs
 from planner.types import JobResult
 
 

@@ -50,6 +50,14 @@ class SimulateOptions:
     kv_cache_codec: str = option_field(DEFAULTS.kv_cache_codec, CODEC_HELP, metavar="CODEC")
     kv_keep: float = option_field(1.0, KEEP_HELP, metavar="SHARE")
     kv_mix: str | None = option_field(None, MIX_HELP, metavar="CLASS=SHARE,...")
+    kv_host_bytes: str | None = option_field(
+        None, "Prefixes that left a pool, in memory: bytes of each cell", metavar="SIZE"
+    )
+    kv_disk_bytes: str | None = option_field(None, "The same on a disk below that memory", metavar="SIZE")
+    kv_host_rate: str | None = option_field(
+        None, "How fast each worker reads that memory: 8GB/s; default: a worker's first guess"
+    )
+    kv_disk_rate: str | None = option_field(None, "The same of the disk")
     max_num_seqs: int = option_field(DEFAULTS.max_num_seqs, "Most running requests of an instance", min=1)
     max_num_batched_tokens: int = option_field(
         DEFAULTS.max_num_batched_tokens, "Most tokens of one step", min=1

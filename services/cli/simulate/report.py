@@ -15,10 +15,12 @@ from rich.table import Table
 from diptych.errors import ConfigError
 from diptych.slo import Slo, slo_for, strictest_slo
 from planner.attainment import AttainmentCounter
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import ExactSimulation
 from planner.types import JobResult, LinkSpec
 from services.cli.simulate.bulk_use import BulkUse, format_bulk_use
 from services.cli.simulate.deployment import codec_notes, simulated_deployment
+from services.cli.simulate.kv_tiers import TierUse, format_tier_use
 from services.cli.simulate.kv_use import KvClassUse
 from services.cli.simulate.options import SimulateOptions
 from services.cli.simulate.requests import (
@@ -46,7 +48,7 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
     requests = read_requests(options, slos, deployment.max_model_len)
     requests, mix = with_kv_classes(requests, options, deployment)
     requests = requests._replace(notes=(*requests.notes, *codec_notes(options, deployment, mix)))
-    classes, bulk = KvClassUse(deployment), BulkUse(deployment)
+    classes, bulk, tiers = KvClassUse(deployment), BulkUse(deployment), TierUse(deployment)
     deployment = replace(deployment, prefix_caching=deployment.prefix_caching and requests.prefixes)
     for jobs in requests.samples:
         results = list[JobResult]()
@@ -54,6 +56,7 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         simulation.run(jobs)
         classes.add(simulation, results)
         bulk.add(simulation)
+        tiers.add(simulation)
         in_order = sorted(results, key=lambda one: one.job.at_s)
         counter = AttainmentCounter(slos, warmup_n=options.warmup)
         for one in in_order:
@@ -66,7 +69,7 @@ def simulate_samples(options: SimulateOptions) -> list[JobResult]:
         whole.merge(counter)
         first = first or in_order
     figures = _report_figures(deployment, whole, shares, paces, requests)
-    figures |= {"kv_classes": classes.figures(), "bulk": bulk.figures()}
+    figures |= {"kv_classes": classes.figures(), "bulk": bulk.figures(), "tiers": tiers.figures()}
     if options.as_json:
         print(json.dumps(figures, indent=2))
     else:
@@ -162,6 +165,8 @@ def _print_report(
             f"{name}: slabs of an instance: {rooms}; {use['requests']:,} requests, {use['moved_bytes']:,} bytes moved,"
             f" {use['preemptions']:,} preemptions"
         )
+    for line in format_tier_use(figures["tiers"]):
+        console.print(line)
     if figures["bulk"] is not None:
         console.print(format_bulk_use(figures["bulk"]), soft_wrap=True)
     for why, count in figures["failed"].items():

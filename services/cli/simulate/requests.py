@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from diptych.errors import ConfigError
 from diptych.slo import DEFAULT_ATTAINMENT, Slo, Slos, read_slo
-from planner.sim.exact.simulate import SimDeployment
+from planner.sim.exact.deployment import SimDeployment
 from planner.types import Job
 from planner.workload.kv_mix import class_shares, draw_classes
 from planner.workload.traces import read_trace
@@ -97,10 +97,12 @@ def read_requests(options: SimulateOptions, slos: Slos, context: int) -> Simulat
     else:
         assert options.workload is not None
         requests = _draw_workload(options.workload, options, rate, own_slos, context)
-    if "enable_prefix_caching" in options.given and not requests.prefixes:
-        why = "no request says which text it begins with"
-        fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
-        raise ConfigError("--[no-]enable-prefix-caching has no effect here", why, fix)
+    unused = {"enable_prefix_caching": "--[no-]enable-prefix-caching", "kv_host_bytes": "--kv-host-bytes"}
+    for name, flag in unused.items():
+        if name in options.given and not requests.prefixes:
+            why = "no request says which text it begins with"
+            fix = "leave it out, or take a trace that names prefixes (Mooncake's, or a request log)"
+            raise ConfigError(f"{flag} has no effect here", why, fix)
     return requests
 
 

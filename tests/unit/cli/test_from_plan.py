@@ -31,7 +31,7 @@ from planner.placement.plan_file import (
     save_plan,
 )
 from planner.placement.validate import product_limits, step_limits
-from planner.sim.exact.simulate import SimDeployment
+from planner.sim.exact.deployment import SimDeployment
 from planner.types import Job, JobResult, Parallelism, Placement
 from services.cli.dashboards import dashboards
 from services.cli.serve.from_plan import apply_plan, apply_plan_slos, check_planned_model, node_groups

@@ -38,7 +38,8 @@ from planner.report.explain import (
     solution_headline,
     solution_json,
 )
-from planner.sim.exact.simulate import SimDeployment, simulate_exact
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import simulate_exact
 from planner.types import Job, JobResult, Parallelism, Placement
 from tests.unit.planner.small_problems import profile, question
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.costs.step import StepCost
-from planner.sim.exact.simulate import (
-    InstanceSpec,
-    SimDeployment,
-)
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
 from planner.types import (
     InstancePool,
     Parallelism,

@@ -21,6 +21,7 @@ from diptych.eviction_spec import KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
 from diptych.request import Pooling, Request, RequestStage, SamplingParams
 from engine.loop import Engine
+from engine.prefix_restores import PrefixRestores
 from engine.protocols import EvictionOrder, EvictionReport, SampledToken
 from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import EngineLimits, Sequence
@@ -28,10 +29,12 @@ from kvcache.layout import Shard
 from kvtransfer.handoff import PullChunks, perform_effects
 from kvtransfer.leases import LeaseLedger
 from kvtransfer.resharding import ShardedPool, plan_spans, unsharded_pool
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
 from planner.sim.exact.engine import build_allocator
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
 from planner.sim.exact.links import SimLinks
-from planner.sim.exact.simulate import InstanceSpec, SimDeployment, _engine_limits
+from planner.sim.exact.simulate import _engine_limits
+from planner.sim.exact.tiers import SimTiers, SimTierStore
 from planner.types import PREFILL, CostModel, Job, KvClassWork, KvKeep, StepBatch
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from router.effects import (
@@ -113,11 +116,15 @@ class Line:
         self.send = say
         self._inbox: list[Any] = []
         self._waits = False
+        # Until when it waits at most, in seconds of virtual time.
+        self.deadline_s: Callable[[], float | None] = lambda: None
 
     def poll_messages(self, timeout_s: float) -> list[Any]:
         if not self._inbox and timeout_s > 0:
             self._waits = True
             assert self.fiber is not None
+            if (deadline_s := self.deadline_s()) is not None:
+                self.fiber.agenda.at(deadline_s, self.wake_poll)
             self.fiber.wait()
         inbox, self._inbox = self._inbox, []
         return inbox
@@ -303,6 +310,13 @@ class Station:
         if self.keep is not None:
             model.keep = self.keep  # type: ignore[attr-defined]
         self.engine = Engine(model, scheduler, self.holdings, model)
+        if world.stores:
+            sizes = {name: toy_layout(name).chunk_bytes for name in self.arenas or (RAW_CLASS,)}
+            reader = SimTiers(world.agenda, world.stores, self.holdings, sizes)
+            restores = self.engine.restores = PrefixRestores(
+                self.holdings, reader, sizes, self.engine.prefill_rate, self.engine.note_taken
+            )
+            self.line.deadline_s = lambda: restores.deadline_s
         self.part: WorkerRole
         if role == PREFILL:
             issuer = TicketIssuer(KEY, name, "1", FINGERPRINT, "xxh3")
@@ -371,6 +385,7 @@ class World:
         self.deployment, self.agenda = deployment, EventQueue()
         self.agenda.now_s = 0.0
         self.links = SimLinks(self.agenda, deployment.link)
+        self.stores = [SimTierStore(tier) for tier in deployment.tiers]
         self.plans: list[tuple[str, float, StepPlan]] = []
         self.first_s: dict[str, float] = {}
         self.ended_s: dict[str, float] = {}

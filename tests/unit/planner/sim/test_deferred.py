@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.sim.exact.simulate import ExactSimulation, SimDeployment, simulate_exact
+from planner.sim.exact.deployment import SimDeployment
+from planner.sim.exact.simulate import ExactSimulation, simulate_exact
 from planner.types import BOTH, DECODE, PREFILL, Job, JobResult, LinkSpec
 from tests.unit.planner.sim.exact_samples import of, placed
 

@@ -19,17 +19,12 @@ from planner.attainment import AttainmentCounter
 from planner.costs.profile import analytic_profile
 from planner.costs.profile_file import built_in_profile
 from planner.costs.step import StepVariation
+from planner.sim.exact.deployment import SimDeployment, build_deployment, saturation_tokens
 from planner.sim.exact.engine import SimEngine, StepRun
 from planner.sim.exact.event_queue import EventQueue
 from planner.sim.exact.links import SimLinks
 from planner.sim.exact.prompts import SimPrompt, chunk_names
-from planner.sim.exact.simulate import (
-    ExactSimulation,
-    SimDeployment,
-    build_deployment,
-    saturation_tokens,
-    simulate_exact,
-)
+from planner.sim.exact.simulate import ExactSimulation, simulate_exact
 from planner.types import (
     BOTH,
     DECODE,

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 
 from planner.sim.exact import simulate
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
 from planner.sim.fast import cluster
 from planner.sim.fast.instance import InstanceLimits
 from planner.sim.fast.serial import SerialInstance
@@ -434,8 +435,8 @@ def test_the_search_s_simulator_agrees_with_the_product_s(placement: Placement) 
         kv_tokens=lambda pool: room,
         token_bytes=1.0,
     )
-    machines = tuple(simulate.InstanceSpec(cost(pool), room) for pool in placement.pools)
-    real = simulate.simulate_exact(simulate.SimDeployment(placement, machines, token_bytes=1.0), asked)
+    machines = tuple(InstanceSpec(cost(pool), room) for pool in placement.pools)
+    real = simulate.simulate_exact(SimDeployment(placement, machines, token_bytes=1.0), asked)
     assert not [one for one in (*fast, *real) if one.failed]
     for times in (lambda one: one.ttft_s, lambda one: one.tpot_s):
         assert fmean(map(times, fast)) == pytest.approx(fmean(map(times, real)), rel=0.06)
@@ -507,10 +508,8 @@ def test_a_prompt_takes_the_time_that_it_takes_in_the_product_s_stages() -> None
     fast = cluster.simulate_fast(
         placement, cost, asked, limits=InstanceLimits(chunk_tokens=512), kv_tokens=lambda pool: room
     )
-    machines = tuple(
-        simulate.InstanceSpec(cost(pool), room, max_num_batched_tokens=512) for pool in placement.pools
-    )
-    real = simulate.simulate_exact(simulate.SimDeployment(placement, machines, token_bytes=1.0), asked)
+    machines = tuple(InstanceSpec(cost(pool), room, max_num_batched_tokens=512) for pool in placement.pools)
+    real = simulate.simulate_exact(SimDeployment(placement, machines, token_bytes=1.0), asked)
     for one, other in zip(fast, sorted(real, key=lambda served: served.job.at_s), strict=True):
         assert one.ttft_s == pytest.approx(other.ttft_s, rel=0.01)
 

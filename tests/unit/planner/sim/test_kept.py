@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from planner.costs.kv.eviction import DecidingCost
-from planner.sim.exact.simulate import InstanceSpec, SimDeployment, simulate_exact
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.simulate import simulate_exact
 from planner.sim.fast.cluster import simulate_fast
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import (

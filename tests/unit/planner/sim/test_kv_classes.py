@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.sim.exact.simulate import (
-    ExactSimulation,
-    InstanceSpec,
-    SimDeployment,
-    class_slabs,
-    simulate_exact,
-)
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.simulate import ExactSimulation, class_slabs, simulate_exact
 from planner.sim.fast.cluster import simulate_fast
 from planner.sim.fast.instance import InstanceLimits
 from planner.types import (

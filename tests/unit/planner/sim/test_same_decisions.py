@@ -15,9 +15,12 @@ import pytest
 
 import planner.sim.exact.engine
 import planner.sim.exact.simulate
+from engine.prefix_restores import TierRate
 from engine.scheduling.scheduler import StepPlan
 from engine.sequence import EngineLimits
-from planner.sim.exact.simulate import ExactSimulation, InstanceSpec, SimDeployment
+from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.simulate import ExactSimulation
+from planner.sim.exact.tiers import SimTier
 from planner.types import (
     BOTH,
     DECODE,
@@ -33,6 +36,7 @@ from planner.types import (
     Placement,
     StepBatch,
 )
+from tests.simulation.virtual_model import LAYOUT
 from tests.unit.planner.sim.product_deployment import TOKEN_BYTES, Noted, NotedRelay, World
 
 GRAIN = 2.0**-32
@@ -156,6 +160,23 @@ def evicting(
     return replace(deployment, instances=machines, keep=keep), jobs
 
 
+def tiered(deployment: SimDeployment, *tiers: tuple[str, int, float, float]) -> SimDeployment:
+    """The same with tiers (name, chunks, delay and seconds of a chunk) below pools that are small where prompts are
+    prefilled.
+    """
+    below = tuple(
+        SimTier(
+            name, chunks * LAYOUT.chunk_bytes, TierRate(grain(delay_s), LAYOUT.chunk_bytes / grain(chunk_s))
+        )
+        for name, chunks, delay_s, chunk_s in tiers
+    )
+    machines = tuple(
+        replace(machine, kv_tokens=64 * 14) if pool.role == PREFILL else machine
+        for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True)
+    )
+    return replace(deployment, instances=machines, tiers=below, prefix_caching=True)
+
+
 CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "1P1D": (deployed((PREFILL, 1), (DECODE, 1)), trace(120, 25.0, 1)),
     "1P1D, hardly any room": (
@@ -171,6 +192,20 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "shared prefixes": (
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True),
         trace(120, 50.0, 6, shared=True),
+    ),
+    "1P1D, a tier in host memory": (
+        tiered(deployed((PREFILL, 1), (DECODE, 1)), ("host", 10**6, 1.3e-3, 0.4e-3)),
+        trace(120, 25.0, 31, shared=True),
+    ),
+    "2P2D, two tiers": (
+        tiered(
+            deployed((PREFILL, 2), (DECODE, 2)), ("host", 5, 0.3e-3, 0.4e-3), ("disk", 10**6, 1e-3, 3.1e-3)
+        ),
+        trace(120, 50.0, 32, shared=True),
+    ),
+    "2P2D, a tier that is hardly faster than computing": (
+        tiered(deployed((PREFILL, 2), (DECODE, 2)), ("disk", 10**6, 2.5e-3, 5.9e-3)),
+        trace(120, 60.0, 33, shared=True),
     ),
     "2P2D, first tokens by decode workers": (
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True, traits=()),

@@ -23,7 +23,8 @@ from planner.costs.kv.codec import code_profile, codec_note
 from planner.costs.model import find_model
 from planner.costs.profile_file import built_in_profile, load_profile, save_profile
 from planner.costs.step import StepCost
-from planner.sim.exact.simulate import InstanceSpec, class_slabs
+from planner.sim.exact.deployment import InstanceSpec
+from planner.sim.exact.simulate import class_slabs
 from planner.types import KvClassWork, Parallelism, StepBatch
 
 SPLIT = Parallelism()

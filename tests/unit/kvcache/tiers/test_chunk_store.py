@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from diptych.errors import ConfigError, CorruptChunk
+from diptych.errors import ConfigError
 from kvcache.tiers.chunk_index import INDEX_BYTES, INDEX_VERSION, ROW_BYTES, ChunkIndex
 from kvcache.tiers.chunk_store import ChunkStore, NewChunk, file_bytes
 from kvcache.tiers.store_folder import INDEX_FILE, check_unused, remove_leftovers
+from tests.unit.kvcache.tiers.injured_chunks import INJURIES, check_injury
 from tests.unit.kvcache.tiers.stored_chunks import (
     CHUNK_BYTES,
     address_of,
@@ -100,52 +101,11 @@ def test_a_chunk_that_is_read_is_not_removed_meanwhile(tmp_path: Path) -> None:
     store.close()
 
 
-INJURIES = ("flip", "header", "cut", "longer", "swap", "rename", "empty", "link", "fifo", "folder")
-
-
 @pytest.mark.parametrize("injury", INJURIES)
 def test_files_that_are_not_what_their_names_say_are_found(store: ChunkStore, injury: str) -> None:
     rng = random.Random(injury)
     for start in range(0, 40, 2):
-        store.store([new_chunk(start), new_chunk(start + 1)])
-        one, other = (store.claim.path_of(address_of(start + i)) for i in (0, 1))
-        content = bytearray(one.read_bytes())
-        match injury:
-            case "flip":
-                content[rng.randrange(128, len(content))] ^= 1 << rng.randrange(8)
-                one.write_bytes(content)
-            case "header":
-                content[rng.randrange(128)] ^= 1 << rng.randrange(8)
-                one.write_bytes(content)
-            case "cut" | "empty":
-                os.truncate(one, 0 if injury == "empty" else rng.randrange(len(content)))
-            case "longer":
-                one.write_bytes(content + b"x")
-            case "swap":
-                kept = other.read_bytes()
-                other.write_bytes(content)
-                one.write_bytes(kept)
-            case "rename":
-                os.rename(other, one)
-            case "link":
-                one.rename(one.with_suffix(".moved"))
-                one.symlink_to(one.with_suffix(".moved"))
-            case "fifo":
-                one.unlink()
-                os.mkfifo(one)
-            case "folder":
-                one.unlink()
-                one.mkdir()
-                (one / "file").touch()
-        with pytest.raises(CorruptChunk):
-            read_number(store, start)
-        with pytest.raises(KeyError):
-            read_number(store, start)
-        if injury in ("swap", "rename"):
-            with pytest.raises((CorruptChunk, KeyError)):
-                read_number(store, start + 1)
-        assert store.store([new_chunk(start)]) == [address_of(start)]
-        assert read_number(store, start) == content_of(start)
+        check_injury(store, injury, start, rng)
     assert store.num_corrupt >= 20
 
 

@@ -17,6 +17,18 @@ of 128 k tokens, as many known chunks as the workers' indexes take, up to 10^6.
 
     decide_ratio    processor time per request with 32 and 32 workers, over that with 2 and 2
     stall_ratio     the same of the longest event but for one in a thousand
+
+The part `many` runs `--gateways 2` beside 1, with more tokens than either can pass on, and readers in processes of
+their own:
+
+    gateways2         tokens per second with 2 over 1: the median over rounds. Where there are fewer `cores` than
+                      processes (`gateways2_fits=0`), these share them, and it says nothing about larger machines
+    busiest_ratio     processor time per token of the gateway with 1, over that of the busiest process with 2: what
+                      `gateways2` is where each has a core
+    others_failed     of 200 streams with 2, one of which is killed: how many failed that it did not serve
+    front_again_s     until it serves again
+    relay_open        streams that went on, or were told of no error, when the relay's process was killed
+    relay_end_s       until the last of the others had ended with an error
 """
 
 from __future__ import annotations
@@ -28,11 +40,9 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -41,51 +51,17 @@ import uvloop
 
 import benchmarks.script_path  # noqa: F401
 from benchmarks.gateway_parts.large_fleet import FleetShape, LargeFleet
-from benchmarks.gateway_parts.paced_worker import CONTEXT_TOKENS, LongPuppet, PacedWorker
+from benchmarks.gateway_parts.many_gateways import measure_kills, measure_throughput
+from benchmarks.gateway_parts.paced_worker import LONG
+from benchmarks.gateway_parts.scripted import BODY, START_S, Server, scripted_gateway
 from benchmarks.load.command_line import figure_parser, print_figures
 from benchmarks.load.deployment import StampedStream
 from benchmarks.load.short_form import add_short_form
-from tests.support.gateway_process import serving
-from tests.support.model_folder import make_folder
-from tests.support.waiting import wait_for
 
-BODY: dict[str, Any] = {"model": "toy", "prompt": "x", "temperature": 0, "ignore_eos": True}
-START_S, LONG = 60.0, CONTEXT_TOKENS // 2
 # Of the part `large`, but for the number of workers; and the requests of a round.
 LARGE = FleetShape(0, streams=1000, waiting=10_000, prompt_tokens=1 << 17, known_chunks=1_000_000)
 SMALLER = FleetShape(0, streams=100, waiting=1000, prompt_tokens=1 << 14, known_chunks=100_000)
 DECIDED = 100
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that is measured: its port, and its processes."""
-
-    port: int
-    processes: tuple[psutil.Process, ...]
-
-    def cpu_s(self) -> float:
-        """Processor seconds so far, of all its processes."""
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
-
-
-@contextlib.contextmanager
-def scripted_gateway(beat_s: float) -> Iterator[Server]:
-    """The gateway with one prefill and one decode worker."""
-    with tempfile.TemporaryDirectory(prefix="gateway-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        model = make_folder(folder / "long", context=CONTEXT_TOKENS)
-        gateway = stack.enter_context(serving(folder, model=str(model)))
-        keys = Path(gateway.spec.keys_dir)
-        prefill = LongPuppet("prefill", 0, gateway.spec.channel, keys)
-        decode = PacedWorker(gateway.spec.channel, keys, beat_s)
-        try:
-            wait_for(lambda: gateway.ready()["ready"], START_S)
-            process = psutil.Process(gateway.process.pid)
-            yield Server(gateway.spec.port, (process, *process.children(recursive=True)))
-        finally:
-            prefill.kill()
-            decode.kill()
 
 
 def record_answer(port: int) -> tuple[str, str, str]:
@@ -198,7 +174,12 @@ def measure_large(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"sockets": measure_sockets, "large": measure_large}
+def measure_many(options: argparse.Namespace) -> dict[str, Any]:
+    """The part `many`: two processes that take HTTP beside one, and what is lost with one of them."""
+    return measure_throughput(options.rounds, options.seconds) | measure_kills(options.killed_streams)
+
+
+PARTS = {"sockets": measure_sockets, "large": measure_large, "many": measure_many}
 
 
 def main() -> None:
@@ -212,6 +193,7 @@ def main() -> None:
     parser.add_argument(
         "--small-fleet", action="store_true", help="a tenth of the streams and prompts of `large`"
     )
+    parser.add_argument("--killed-streams", type=int, default=200, help="streams of the killed gateways")
     add_short_form(parser, rounds=3, seconds=2.0, small_fleet=True)
     options = parser.parse_args()
     figures = dict[str, Any]()

@@ -115,14 +115,14 @@ def read_spec(stream: IO[bytes]) -> WorkerSpec:
         ) from None
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this signal to this process when the thread that started it ends.
 
     Raises StartError if the kernel refuses. If the parent has ended already, the process exits at once.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise StartError("cannot tie the worker to its supervisor", os.strerror(ctypes.get_errno()))
     # A different parent means that the parent ended before the call took effect.
     if os.getppid() != parent:

@@ -200,6 +200,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: int = 8 << 20
     # Most connections at a time. There are fewer if the process may not open that many files.
     max_connections: int = 4096
+    # Processes that take HTTP; 1: the gateway does.
+    gateways: int = 1
     lease_s: float = 30.0
     beat_s: float = 0.5
     # A worker or gateway that is silent for this many seconds counts as lost.

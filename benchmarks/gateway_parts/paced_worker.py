@@ -11,6 +11,8 @@ from tests.support.fake_workers import Puppet, token
 
 # Tokens of a prompt and its answer together.
 CONTEXT_TOKENS = 1 << 17
+# Tokens of an answer that does not end while it is measured.
+LONG = CONTEXT_TOKENS // 2
 
 
 class LongPuppet(Puppet):

@@ -45,11 +45,12 @@ REPLAN, SLO_LIMITS, SINGLE_PART, PROCESS = "Replanning", "SLOs and limits", "One
 DTYPES = ("float32", "float16", "bfloat16")
 
 WORKER_COMMANDS, GATEWAY_COMMANDS = ("serve", "worker"), ("serve", "gateway")
-RARE_LIMIT = Listing(SLO_LIMITS, GATEWAY_COMMANDS, rare=True)
+RARE_LIMIT, RARE_HTTP = (Listing(panel, GATEWAY_COMMANDS, rare=True) for panel in (SLO_LIMITS, HTTP))
 TIER = Listing(ENGINE, WORKER_COMMANDS, shown="none", rare=True)
 
 Count = Annotated[int, whole_number()]
 PositiveCount = Annotated[int, whole_number(1)]
+Processes = Annotated[int, whole_number(1, 64)]
 ByteSize = Annotated[int, byte_size()]
 DurationS = Annotated[float, duration_s()]
 DurationMs = Annotated[float, duration_ms()]
@@ -295,9 +296,8 @@ class Config(BaseSettings):
     root_path: Annotated[
         Annotated[str, url_path()] | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)
     ] = Field(default=None, description="What a proxy strips from paths, for documents")
-    insecure: Annotated[Switch, Listing(HTTP, GATEWAY_COMMANDS, rare=True)] = Field(
-        default=False, description="Serve other hosts without a key"
-    )
+    insecure: Annotated[Switch, RARE_HTTP] = Field(default=False, description="Serve others without a key")
+    gateways: Annotated[Processes, RARE_HTTP] = Field(default=1, description="Processes that take HTTP")
     max_body_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="8MiB", rare=True)] = Field(
         default=8 << 20, description="Largest request body"
     )

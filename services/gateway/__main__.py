@@ -6,9 +6,6 @@ exits with 0 after SIGTERM, with 3 after an expected error and with 1 after a bu
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import importlib.metadata
 import logging
 import os
 import secrets
@@ -17,7 +14,6 @@ import sys
 import time
 from collections.abc import Coroutine
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,9 +28,8 @@ from diptych.logs.log_format import configure_logging
 from diptych.messages import Hello
 from diptych.process import EXIT_EXPECTED, EXIT_FATAL, SupervisorPipe, die_with_parent, exit_fatally
 from diptych.specs import GatewaySpec
-from engine.model.checkpoint import DESCRIPTION_FILES, locate_folder, tokenizer_identity
+from engine.model.checkpoint import tokenizer_identity
 from router.requests.admission import Admission
-from router.requests.admission import AdmissionLimits as Openings
 from router.requests.relay import Relay
 from router.routing.prefix_index import PrefixIndex
 from router.workers.fleet import Fleet
@@ -44,7 +39,7 @@ from services.gateway.app import build_app
 from services.gateway.batches.batch_service import BatchesOff, BatchService, open_batch_service
 from services.gateway.batches.feeder import LINES_PER_WORKER
 from services.gateway.generation.relay_backend import RelayBackend
-from services.gateway.http.access_keys import AccessKeys, BearerKeys
+from services.gateway.http.access_keys import AccessKeys
 from services.gateway.keys.key_metrics import KeyCollector
 from services.gateway.keys.named_keys import NamedKeys
 from services.gateway.keys.rated_backend import RatedBackend
@@ -53,8 +48,6 @@ from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.metrics.request_log import RequestLog, RequestLogFile
 from services.gateway.metrics.traffic_feed import TrafficFeed
-from services.gateway.openai.request_limits import MAX_INPUTS, MAX_SEQUENCES, RequestLimits
-from services.gateway.openai.sampling_defaults import SamplingDefaults
 from services.gateway.openai.tenancy import tenants_of_keys
 from services.gateway.openai.validate import RequestRules
 from services.gateway.ops.admin import AdminRoutes
@@ -62,15 +55,24 @@ from services.gateway.ops.loop_watchdog import watch_event_loop
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.outcomes import RequestOutcomes
-from services.gateway.parsing.model_markup import ModelMarkup
-from services.gateway.pooling.load_pooler import load_pooler
 from services.gateway.preparation.preparer_pool import PreparerPool
+from services.gateway.process_parts import (
+    SWITCH_S,
+    access_keys,
+    admission_limits,
+    close_writers,
+    diptych_version,
+    freeze_objects,
+    make_exporter,
+    make_request_rules,
+    serve_with_tasks,
+)
 from services.gateway.server import GatewayServer, open_listener
 from services.gateway.service import GatewayService, RequestTimeouts
 from services.gateway.spec_reader import SpecReader
 from services.gateway.status import LiveHealthProbes
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
-from services.gateway.tracing.tracer import TRACE_OUTCOMES, RequestTracer
+from services.gateway.tracing.tracer import RequestTracer
 
 if TYPE_CHECKING:
     from services.gateway.tracing.otlp_exporter import OtlpExporter
@@ -78,9 +80,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANARY_PROMPT_LENGTH = 4
-# Seconds after which a thread that computes must let the event loop's thread run. Python's 5 ms would be paid with each
-# send, while the channel's thread has messages to decode.
-SWITCH_S = 0.0005
 # Lines in flight for each sequence of a block, so that its places are always taken.
 BLOCK_LINES = 2
 
@@ -116,48 +115,6 @@ def main() -> int:
     return 0
 
 
-def make_request_rules(spec: GatewaySpec, tokenizer: GatewayTokenizer) -> RequestRules:
-    """The rules that every request of this deployment is checked against."""
-    limits = RequestLimits(
-        max_body_bytes=spec.max_body_bytes,
-        # If a request has more sequences than admission can ever take at once, it is refused for good (400). If it
-        # has more than fit at the moment, it is refused for now (429).
-        max_sequences=min(MAX_SEQUENCES, admission_limits(spec).max_group),
-        max_inputs=min(MAX_INPUTS, admission_limits(spec).max_group),
-    )
-    context_tokens = min(spec.max_model_len or tokenizer.context_tokens, tokenizer.context_tokens)
-    defaults, pooler = load_sampling_defaults(spec), load_pooler(spec, tokenizer)
-    return RequestRules(
-        tokenizer,
-        spec.served_names,
-        context_tokens,
-        limits,
-        defaults,
-        spec.kv_keep,
-        spec.prefix_caching,
-        ModelMarkup.load(tokenizer, spec.tool_call_parser, spec.reasoning_parser),
-        spec.unknown_fields == "ignore",
-        pooler,
-    )
-
-
-def load_sampling_defaults(spec: GatewaySpec) -> SamplingDefaults:
-    """The values of sampling fields that requests do not set, as `--generation-config` says. Logs them once.
-
-    Raises:
-        ModelError: the file is missing, cannot be read, or holds an invalid value.
-    """
-    if spec.generation_config == "none":
-        return SamplingDefaults()
-    if spec.generation_config == "model":
-        defaults = SamplingDefaults.load(locate_folder(spec.model, spec.revision, DESCRIPTION_FILES))
-    else:
-        defaults = SamplingDefaults.load(Path(spec.generation_config), required=True)
-    if defaults != SamplingDefaults():
-        log.warning("sampling defaults, where a request sets none (--generation-config): %s", defaults)
-    return defaults
-
-
 async def serve_gateway(
     spec: GatewaySpec,
     rules: RequestRules,
@@ -187,17 +144,11 @@ async def serve_gateway(
     batches = opened if isinstance(opened, BatchService) else None
     keys = access_keys(spec, named)
     app = build_http_app(spec, keys, service, backend, prober, metrics, exporter, opened, files)
-    serving = partial(supervisor.report_progress, "ready")
-    server = GatewayServer(
-        app, service, spec.drain_s, serving, spec.max_connections, keys, files.certificates
-    )
+    server, bound, chores = open_server(spec, app, service, keys, files, bound, supervisor)
     hub.open()
     preparers.open()
     sys.setswitchinterval(SWITCH_S)
-    # All objects that exist by now stay for good. Frozen, they no longer cost each full garbage collection about 60
-    # ms.
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
     try:
         with watch_event_loop(lambda: backend.ticks, partial(exit_fatally, supervisor)):
             await serve_with_tasks(
@@ -209,6 +160,7 @@ async def serve_gateway(
                 observe_loop_lag(metrics),
                 *([batches.feeder.run_forever()] if batches is not None else []),
                 *files.watch_files(),
+                *chores,
             )
     finally:
         service.close()
@@ -216,6 +168,32 @@ async def serve_gateway(
         if batches is not None:
             batches.close()
         close_writers(log_file, exporter)
+
+
+def open_server(
+    spec: GatewaySpec,
+    app: ASGIApp,
+    service: GatewayService,
+    keys: AccessKeys,
+    files: AccessFiles,
+    bound: socket.socket,
+    supervisor: SupervisorPipe,
+) -> tuple[GatewayServer, socket.socket, list[Coroutine[Any, Any, None]]]:
+    """The server, the socket that it listens on, and what runs beside it. `bound` listens for clients.
+
+    Raises:
+        StartError: others shall take HTTP for this process, and this system has no Unix sockets.
+    """
+    if spec.gateways == 1:
+        serving = partial(supervisor.report_progress, "ready")
+        certificates = files.certificates
+        server = GatewayServer(app, service, spec.drain_s, serving, spec.max_connections, keys, certificates)
+        return server, bound, []
+    # Imported only here, since a gateway that takes HTTP itself needs none of it.
+    from services.gateway.fronts.front_group import FrontGroup
+
+    fronts = FrontGroup(spec, service, files.named_keys, bound, supervisor)
+    return fronts.make_server(app, keys), fronts.listener, fronts.chores()
 
 
 def make_prober(spec: GatewaySpec, rules: RequestRules, backend: RelayBackend) -> CanaryProber:
@@ -283,32 +261,6 @@ def make_service(
     )
 
 
-def close_writers(log_file: RequestLogFile | None, exporter: OtlpExporter | None) -> None:
-    """Write and send what waits: the last lines of the request log, and the last traces."""
-    if log_file is not None:
-        log_file.close()
-    if exporter is not None:
-        exporter.close()
-
-
-def make_exporter(spec: GatewaySpec, metrics: GatewayMetrics) -> OtlpExporter | None:
-    """What sends traces to the collector; None if nothing is traced. Raises ConfigError if a package is missing."""
-    if spec.otlp_traces_endpoint is None:
-        return None
-
-    # From 0 on: what a series begins with is no increase to Prometheus.
-    for outcome in TRACE_OUTCOMES:
-        metrics.traces.labels(outcome)
-
-    def count_traces(outcome: str, num_traces: int) -> None:
-        metrics.traces.labels(outcome).inc(num_traces)
-
-    # Imported only here, since it imports httpx, which takes a fifth of the gateway's imports.
-    from services.gateway.tracing.otlp_exporter import OtlpExporter
-
-    return OtlpExporter(spec.otlp_traces_endpoint, diptych_version(), os.environ, count_traces)
-
-
 def make_hub(spec: GatewaySpec) -> ChannelHub:
     """The gateway's end of the channel to its workers, under a name of its own; not opened yet."""
     return ChannelHub(
@@ -318,16 +270,6 @@ def make_hub(spec: GatewaySpec) -> ChannelHub:
         beat_s=spec.beat_s,
         lease_s=spec.lease_s,
         silence_s=spec.silence_s,
-    )
-
-
-def access_keys(spec: GatewaySpec, named: NamedKeys | None = None) -> AccessKeys:
-    """All keys that `spec` gives. `named` are its API keys if some of them have names."""
-    return AccessKeys(
-        BearerKeys(spec.api_keys) if named is None else named,
-        BearerKeys([spec.admin_key] if spec.admin_key else []),
-        {"/metrics": BearerKeys(spec.metrics_keys), "/status": BearerKeys(spec.status_keys)},
-        BearerKeys(spec.priority_keys),
     )
 
 
@@ -376,27 +318,6 @@ def shows_names(spec: GatewaySpec) -> bool:
     return bool(spec.status_keys) or (len(spec.api_keys) <= 1 and spec.keys_file is None)
 
 
-async def serve_with_tasks(
-    server: GatewayServer, bound: socket.socket, *chores: Coroutine[Any, Any, None]
-) -> None:
-    """Serve on `bound` until a signal arrives. `chores` run meanwhile; if one of them fails, everything ends."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(chore) for chore in chores]
-        await server.serve(sockets=[bound])
-        for task in running:
-            task.cancel()
-
-
-def admission_limits(spec: GatewaySpec) -> Openings:
-    """How many requests and tokens the gateway admits. With several API keys, tenants share these limits."""
-    return Openings(
-        max_requests=spec.max_open_requests,
-        max_queued_tokens=spec.max_queued_tokens,
-        max_wait_s=spec.max_queue_wait_s,
-        shared=len(spec.api_keys) > 1 or spec.keys_file is not None,
-    )
-
-
 def build_relay(spec: GatewaySpec, tokenizer: str) -> Relay:
     """The relay for this deployment. `tokenizer` is the identity that workers must have to serve with it."""
     return Relay(
@@ -425,15 +346,6 @@ def system_fingerprint(relay: Relay) -> str | None:
     hello = members[0].hello
     kind = hello.identity.get("weight_kind")
     return f"fp_{hello.fingerprint[:12]}" + (f".weights-{kind}" if kind else "")
-
-
-def diptych_version() -> str:
-    """The version of the installed package; a fixed one in a checkout that is not installed."""
-    try:
-        return importlib.metadata.version("diptych")
-    except importlib.metadata.PackageNotFoundError:
-        # The package is not installed: it runs from a checkout.
-        return "0.1.0"
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class ApiRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`: all metrics in Prometheus' text format."""
-        return Response(self.service.metrics.render_text(), headers={"content-type": METRICS_TYPE})
+        return Response(await self.service.render_metrics(), headers={"content-type": METRICS_TYPE})
 
     async def version(self, request: Request) -> Response:
         """`GET /version`."""

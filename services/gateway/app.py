@@ -10,6 +10,8 @@ itself, after every check that can refuse the request without reading it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -46,10 +48,17 @@ from services.gateway.service import GENERATION_ROUTES
 from services.gateway.tracing.tracer import RequestTracer
 
 
-def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer | None = None) -> ASGIApp:
+def build_app(
+    api: ApiRoutes,
+    keys: AccessKeys,
+    host: str,
+    tracer: RequestTracer | None = None,
+    admit: Callable[[ASGIApp], ASGIApp] | None = None,
+) -> ASGIApp:
     """The whole application with its middleware.
 
     `host` is the address that the server will be bound to. Without `tracer` nothing is traced.
+    A front has `admit` in the place of `RateMiddleware`.
     """
     routes = api.make_routes()
     # FastAPI's own schema is off. The classes of `request_schema` decode and check bodies in one pass, and also make
@@ -72,10 +81,7 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
     layered: ASGIApp = RequestBodyMiddleware(
         app, BodyMemory(limits.max_bodies_bytes), limits.max_body_bytes, limits.body_s
     )
-    named = keys.api if isinstance(keys.api, NamedKeys) else None
-    if named is not None:
-        layered = RateMiddleware(layered, named, api.service.outcomes, GENERATION_ROUTES.keys())
-    layered = AuthMiddleware(layered, keys, host)
+    layered = AuthMiddleware(_with_admission(layered, api, keys, admit), keys, host)
     if not keys.api:
         layered = CrossOriginMiddleware(layered)
     layered = CORSMiddleware(
@@ -91,7 +97,7 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
             KV_CLASS_HEADER,
             SERVER_TIMING_HEADER,
             "traceresponse",
-            *(RATE_HEADERS if named is not None else ()),
+            *(RATE_HEADERS if isinstance(keys.api, NamedKeys) else ()),
         ],
     )
     if tracer is not None:
@@ -100,6 +106,17 @@ def build_app(api: ApiRoutes, keys: AccessKeys, host: str, tracer: RequestTracer
     layered = RequestPacingMiddleware(layered)
     enveloped = RequestIdMiddleware(layered, api.service.metrics, paths, api.service.errors)
     return UnreadBodyMiddleware(enveloped)
+
+
+def _with_admission(
+    app: ASGIApp, api: ApiRoutes, keys: AccessKeys, admit: Callable[[ASGIApp], ASGIApp] | None
+) -> ASGIApp:
+    """The application behind `admit`, or else behind the rates of keys with names."""
+    if admit is not None:
+        return admit(app)
+    if isinstance(keys.api, NamedKeys):
+        return RateMiddleware(app, keys.api, api.service.outcomes, GENERATION_ROUTES.keys())
+    return app
 
 
 async def _request_error_response(request: Request, error: Exception) -> Response:

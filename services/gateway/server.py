@@ -81,6 +81,8 @@ def secure_connections(
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that drains before it ends. It calls `serving` once it takes requests and handles signals."""
 
+    connection_class: type[HttpConnection] = HttpConnection
+
     def __init__(
         self,
         app: ASGIApp,
@@ -98,7 +100,7 @@ class GatewayServer(uvicorn.Server):
         descriptors = raise_open_file_limit()
         self.connections = ConnectionTable(max_open_connections(max_connections, descriptors))
         make_connection: Callable[..., asyncio.Protocol] = functools.partial(
-            HttpConnection,
+            self.connection_class,
             connections=self.connections,
             keys=keys or AccessKeys(),
             strangers=StrangerPacing(),

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from diptych.chunks import RAW_CLASS
 from diptych.errors import RequestError
@@ -76,6 +78,20 @@ class RequestTimeouts:
     ping_s: float = PING_INTERVAL_S
 
 
+class FrontReports(Protocol):
+    """The fronts, of a gateway that has some, as the routes of operators see them."""
+
+    @property
+    def num_open(self) -> int:
+        """HTTP requests that they generate."""
+
+    def report(self) -> list[dict[str, Any]]:
+        """The part of `/status` about them."""
+
+    async def render_metrics(self, registry: CollectorRegistry) -> bytes:
+        """The body of `/metrics`."""
+
+
 @dataclass
 class GatewayService:
     """Does the work of the generation and tokenization routes, and holds the open generations.
@@ -86,7 +102,7 @@ class GatewayService:
     `only_batches`: the workers do bulk work only, so that requests over HTTP are refused. `only_pools`: there are no
     decode workers, so that prompts are pooled and nothing is generated. `workers_pool` returns whether any can pool.
     `open` holds the generations whose answer is being written. `errors` are the latest error responses. `outcomes`
-    are told how every sequence ends.
+    are told how every sequence ends. `fronts` are those of `--gateways`, if they take HTTP.
     """
 
     rules: RequestRules
@@ -104,6 +120,7 @@ class GatewayService:
     workers_pool: Callable[[], bool] = lambda: True
     only_pools: bool = False
     outcomes: RequestOutcomes = field(default_factory=RequestOutcomes)
+    fronts: FrontReports | None = None
 
     def __post_init__(self) -> None:
         self._names = LogprobJson(self.rules.tokenizer)
@@ -173,6 +190,17 @@ class GatewayService:
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
         return msgspec.json.decode(await self.make_reply(BATCH_ROUTE, body, caller), type=BatchRequest)
+
+    @property
+    def num_open(self) -> int:
+        """HTTP requests that are generated."""
+        return len(self.open) + (0 if self.fronts is None else self.fronts.num_open)
+
+    async def render_metrics(self) -> bytes:
+        """The body of `/metrics`."""
+        if self.fronts is None:
+            return self.metrics.render_text()
+        return await self.fronts.render_metrics(self.metrics.registry)
 
     def end_generations(self) -> None:
         """End all open generations with an error that their clients see."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import secrets
 import ssl
 import time
@@ -261,6 +262,7 @@ class ServeRun:
                     self._gateway_lines = [
                         *describe_data_dir(gateway, state.body.get("batches", {})),
                         *format_bulk_plan(state.body.get("bulk_plan")),
+                        *describe_gateways(gateway.gateways, len(os.sched_getaffinity(0))),
                     ]
                     break
         view.end_phase("load")
@@ -305,6 +307,12 @@ def describe_data_dir(gateway: GatewaySpec, batches: dict[str, Any]) -> list[str
     return [
         f"files and batches are off: {batches.get('off')}; --data-dir DIR gives this server a folder of its own"
     ]
+
+
+def describe_gateways(gateways: int, cores: int) -> list[str]:
+    """How many processes take HTTP, if there are several, and whether there are cores for them."""
+    few = f"; this machine has {cores} cores for them" if gateways > cores else ""
+    return [f"{gateways} processes take HTTP{few}"] if gateways > 1 else []
 
 
 def describe_pools(config: Config) -> str:

@@ -163,6 +163,7 @@ def _access_settings(config: Config, keyed: bool) -> dict[str, Any]:
         "ssl_certfile": str(config.ssl_certfile.absolute()) if config.ssl_certfile else None,
         "ssl_keyfile": str(config.ssl_keyfile.absolute()) if config.ssl_keyfile else None,
         "root_path": config.root_path or "",
+        "gateways": config.gateways,
     }
 
 

@@ -290,6 +290,7 @@ class GatewayMetrics(OutcomeSink):
         self.cut = counter("diptych:slow_readers_cut", "Answers ended because the client read too slowly")
         self.lost = counter("diptych:workers_lost", "Workers that went down, for whatever reason")
         self.open = gauge("diptych:open_requests", "HTTP requests being generated")
+        self.fronts_lost = counter("diptych:fronts_lost", "Processes of --gateways that were lost")
         self.ready = gauge("diptych:ready", "1 if a canary or request recently went through both pools")
         self.offered = counter(
             "diptych:offered_requests", "Sequences asked for with valid keys; an early refusal counts as one"

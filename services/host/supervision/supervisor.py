@@ -122,7 +122,8 @@ class Supervisor:
     Until the child was ready for the first time, an error that it reports ends the attempts (state "failed").
     A child that dies silently, or cannot be started (no memory, processes, descriptors or disk left), is tried
     `start_attempts` times in a row. Once it was ready, or with `restarted`, it is restarted without limit, only with a
-    delay. `prepare` is called before each start; if it raises OSError or DiptychError, the start has failed.
+    delay. `prepare` is called before each start; if it raises OSError or DiptychError, the start has failed. The child
+    has the descriptors `pass_fds`.
     All methods may be called from any thread.
     """
 
@@ -137,9 +138,10 @@ class Supervisor:
         steady_s: float = 30.0,
         prepare: Callable[[], None] = do_nothing,
         restarted: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._prepare = prepare
+        self._prepare, self._pass_fds = prepare, tuple(pass_fds)
         self._command, self._spec, self._log = list(command), spec, log
         self._environ = dict(os.environ if environ is None else environ)
         self._start_attempts, self._steady_s = start_attempts, steady_s
@@ -231,7 +233,7 @@ class Supervisor:
         # parts in order.
         return subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            env=self._environ, start_new_session=True,
+            env=self._environ, start_new_session=True, pass_fds=self._pass_fds,
         )  # fmt: skip
 
     def _attend_child(self, child: subprocess.Popen[bytes], log: IO[bytes] | None) -> int:

@@ -32,7 +32,7 @@ from services.cli.client import admin, flags
 from services.cli.client.status import parse_state as read_state
 from services.cli.client.status import show_state
 from services.cli.main import COMMANDS, load_command
-from services.cli.serve.launch import describe_data_dir, ready_box
+from services.cli.serve.launch import describe_data_dir, describe_gateways, ready_box
 from services.cli.serve.progress import StartProgress
 from services.cli.serve.settings_reference import settings_table
 from services.cli.serve.specs import assign_cores, deployment_spec, gateway_spec, with_default_data_dir
@@ -466,6 +466,12 @@ def test_the_start_names_the_folder_or_says_why_there_is_none() -> None:
     config = load_config("serve", {"data_dir": "none"}, {}).config
     gateway = with_default_data_dir(gateway_spec(config, MODEL, "tcp://x", "keys", 0, ()), config, {})
     assert describe_data_dir(gateway, {"enabled": False, "off": "x"}) == []
+
+
+def test_processes_that_take_http_are_named_where_there_are_several() -> None:
+    assert describe_gateways(1, 2) == []
+    assert describe_gateways(2, 2) == ["2 processes take HTTP"]
+    assert describe_gateways(3, 2) == ["3 processes take HTTP; this machine has 2 cores for them"]
 
 
 def test_a_colocated_plan_has_a_decode_pool_only(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from diptych.messages import WorkerStats
 from diptych.slo import Slo
 from diptych.specs import GatewaySpec
 from router.requests.relay import ATTEMPT_MESSAGES, Relay
-from services.gateway.__main__ import make_exporter
 from services.gateway.metrics.buckets import bucket_bounds_s
 from services.gateway.metrics.prometheus import (
     HANDOFF_STAGES,
@@ -28,6 +27,7 @@ from services.gateway.metrics.workers import LinkSpeed, WorkerSnapshot
 from services.gateway.ops.readiness import CanaryProber
 from services.gateway.ops.replan_endpoint import ReplanRoute
 from services.gateway.outcomes import Ending, RequestOutcomes, SequenceRecord
+from services.gateway.process_parts import make_exporter
 from services.replan.roster import FLIP, START, STOP
 from tests.support.metric_values import values
 

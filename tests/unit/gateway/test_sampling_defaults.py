@@ -14,10 +14,10 @@ from diptych.errors import ModelError
 from diptych.request import SamplingParams
 from diptych.specs import GatewaySpec
 from services.cli.serve.specs import gateway_spec
-from services.gateway.__main__ import load_sampling_defaults
 from services.gateway.openai.request_limits import RequestLimits
 from services.gateway.openai.sampling_defaults import SamplingDefaults
 from services.gateway.openai.validate import RequestRules
+from services.gateway.process_parts import load_sampling_defaults
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from services.host.model_probe import ProbedModel
 from tests.unit.gateway.resolved_bodies import chat, completion

@@ -69,7 +69,7 @@ class StatusWorld:
         self.errors = RecentErrors()
         service = SimpleNamespace(
             rules=SimpleNamespace(served_names=("toy",), keep_threshold=1.0), context_tokens=64,
-            open=set[object](), metrics=metrics, errors=self.errors,
+            num_open=0, fronts=None, metrics=metrics, errors=self.errors,
         )  # fmt: skip
         prober = CanaryProber(self.backend, metrics, [1], (num_each, num_each))
         self.replanning = ReplanRoute(TrafficFeed(), prober, metrics)

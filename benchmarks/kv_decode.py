@@ -52,7 +52,7 @@ from kvcache.pool import KvPool
 MAIN_CODEC = "nuq4-1%"
 SEQUENCES, TOKENS, PROMPT, VOCAB = 16, 2048, 1024, 300
 # Two pools with equal tokens differ by what coding costs: far more than rounding, far less than unrelated numbers.
-MOST_APART = 0.5
+MOST_APART = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from tests.support.model_folder import make_folder
 from tests.support.waiting import wait_for
 
 # More tokens than a gateway can pass on: so many streams, each with a token at each beat, read by so many processes.
-STREAMS, BEAT_S, READERS = 96, 0.002, 2
+# Before, while they are opened, beats are slower.
+STREAMS, BEAT_S, OPENING_BEAT_S, READERS = 96, 0.002, 0.05, 2
 # Processes with 2 gateways: these and the relay's, the workers', and the readers.
 PROCESSES = 2 + 2 + READERS
 # Of the streams under which processes are killed.
@@ -33,7 +34,7 @@ KILLED_BEAT_S, KILLED_TOKENS = 0.05, 1 << 13
 
 def measure_throughput(rounds: int, seconds: float) -> dict[str, Any]:
     """Tokens per second with two gateways over one, in turns. One round more comes first, which does not count."""
-    with scripted_gateway(BEAT_S, 1) as one, scripted_gateway(BEAT_S, 2) as two:
+    with scripted_gateway(OPENING_BEAT_S, 1) as one, scripted_gateway(OPENING_BEAT_S, 2) as two:
         found = [(read_tokens(one, seconds), read_tokens(two, seconds)) for _ in range(rounds + 1)][1:]
     ratios = [second[0] / first[0] for first, second in found]
     cores = len(os.sched_getaffinity(0))
@@ -63,12 +64,15 @@ def read_tokens(server: Server, seconds: float) -> tuple[float, float]:
         lines = [reader.stdout for reader in readers if reader.stdout is not None]
         for line in lines:
             assert line.readline() == "open\n"
+        assert server.worker is not None
+        server.worker.set_beat(BEAT_S)
         before_s = server.each_cpu_s()
         for reader in readers:
             assert reader.stdin is not None
             reader.stdin.write("go\n")
             reader.stdin.flush()
         tokens = sum(int(line.readline()) for line in lines)
+        server.worker.set_beat(OPENING_BEAT_S)
         used_s = [after - before for before, after in zip(before_s, server.each_cpu_s(), strict=True)]
     return tokens / seconds, max(used_s) / tokens
 

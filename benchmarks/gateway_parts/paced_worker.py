@@ -33,6 +33,10 @@ class PacedWorker(LongPuppet):
         self._beating = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beating.start()
 
+    def set_beat(self, beat_s: float) -> None:
+        """From the next beat on, beats are `beat_s` seconds apart."""
+        self._beat_s = beat_s
+
     def kill(self) -> None:
         """No heartbeat, no goodbye."""
         self._ending.set()

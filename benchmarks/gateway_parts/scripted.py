@@ -22,10 +22,11 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is measured: its port, and its processes."""
+    """A server that is measured: its port, its processes, and the worker that sets its pace, if it has one."""
 
     port: int
     processes: tuple[psutil.Process, ...]
+    worker: PacedWorker | None = None
 
     def cpu_s(self) -> float:
         """Processor seconds so far, of all its processes."""
@@ -37,14 +38,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def scripted_workers(gateway: Gateway, beat_s: float) -> Iterator[None]:
-    """A prefill and a decode worker of a gateway, which then is ready."""
+def scripted_workers(gateway: Gateway, beat_s: float) -> Iterator[PacedWorker]:
+    """The decode worker of a gateway, which has a prefill worker too, and is ready."""
     keys = Path(gateway.spec.keys_dir)
     prefill = LongPuppet("prefill", 0, gateway.spec.channel, keys)
     decode = PacedWorker(gateway.spec.channel, keys, beat_s)
     try:
         wait_for(lambda: gateway.ready()["ready"], START_S)
-        yield
+        yield decode
     finally:
         prefill.kill()
         decode.kill()
@@ -57,6 +58,6 @@ def scripted_gateway(beat_s: float, gateways: int = 1) -> Iterator[Server]:
         folder = Path(name)
         model = str(make_folder(folder / "long", context=CONTEXT_TOKENS))
         gateway = stack.enter_context(serving(folder, model=model, gateways=gateways))
-        stack.enter_context(scripted_workers(gateway, beat_s))
+        worker = stack.enter_context(scripted_workers(gateway, beat_s))
         process = psutil.Process(gateway.process.pid)
-        yield Server(gateway.spec.port, (process, *process.children(recursive=True)))
+        yield Server(gateway.spec.port, (process, *process.children(recursive=True)), worker)

@@ -207,6 +207,14 @@ class RequestState:
         return self.chunks[: keep.boundary_chunks] if keep.evicts else self.chunks
 
     @property
+    def attachable_tokens(self) -> int | None:
+        """How many first tokens need not be computed where they are cached (`Sequence.attachable_keys`); None: all."""
+        request = self.request
+        if request.sampling.prompt_logprobs is not None and not request.output:
+            return 0
+        return request.keep.attachable_tokens(len(request.prompt)) if request.keep.evicts else None
+
+    @property
     def version(self) -> AnswerVersion | None:
         """The model and KV class that must continue its answer; None if no token was delivered yet.
 
@@ -266,6 +274,7 @@ class RequestState:
             beside=BesideNeed() if bound else self.wish.beside,
             traits=self.traits_to_go_on,
             pools=self.pools,
+            attachable_tokens=self.attachable_tokens,
         )
 
     @property

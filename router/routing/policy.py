@@ -70,7 +70,7 @@ class RoutingNeed:
     others, and `handed_tokens` are those whose KV it then gets; None: it drops none.
     `beside` is what other sequences of its HTTP request will need in the class that it gets. `traits` are those that
     its workers need to serve it, or to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by
-    one worker.
+    one worker. `attachable_tokens` are the first tokens that need not be computed where they are cached; None: all.
     """
 
     prompt_tokens: int
@@ -85,6 +85,7 @@ class RoutingNeed:
     beside: BesideNeed = BesideNeed()
     traits: frozenset[str] = frozenset()
     pools: bool = False
+    attachable_tokens: int | None = None
 
     @property
     def bulk(self) -> bool:
@@ -169,6 +170,8 @@ class RoutingView:
         hello = worker_state.hello
         if need.whole_tokens is not None and hello.role == "decode":
             chunks = chunks[: need.whole_tokens // CHUNK_TOKENS]
+        if need.attachable_tokens is not None and (hello.role == "prefill" or not self.split):
+            chunks = chunks[: need.attachable_tokens // CHUNK_TOKENS]
         kv_class = decided_class(hello, need.kv_class)
         shared = self.index.count_shared(worker, chunks, kv_class)
         known = CHUNK_TOKENS * shared

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import ADA, FASTGEN, PROFILE_ROWS, ZAP, KeepSpec
 from diptych.messages import Admit, Generate, Prefill
 from router.effects import ClockTick, FailRequest, RequestArrived
+from router.requests.request_state import RequestState
+from router.routing.load_ledger import LoadLedger
+from router.routing.policy import RoutingView
+from router.routing.prefix_index import PrefixIndex
 from router.workers.kv_classes import can_evict, keep_classes_of_pair
 from tests.unit.router.fake_deployment import (
     PAIR,
@@ -17,6 +23,7 @@ from tests.unit.router.fake_deployment import (
     make_request,
     messages_to,
 )
+from tests.unit.router.fleet_views import fleet_of
 
 KEEP = KeepSpec(0.95, 64)
 RAW = ("raw",)
@@ -51,6 +58,33 @@ def test_requests_that_evict_go_to_workers_that_can() -> None:
     assert isinstance(other, Prefill) and not other.keep.evicts
     assert world.workers["prefill-0"].held, "a request that keeps everything may go anywhere"
     assert world.relay.capabilities.served_classes.keep == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "scored", "expected"),
+    [
+        (KeepSpec(), None, None),
+        (KeepSpec(), 0, 0),
+        (KeepSpec(0.9, rule=ADA), None, 300 - PROFILE_ROWS),
+        (KeepSpec(0.9, rule=FASTGEN), None, 0),
+        (KeepSpec(0.9, rule=ZAP), None, 300),
+    ],
+    ids=["whole", "scored", "ada", "fastgen", "zap"],
+)
+def test_what_has_to_be_computed_anyway_is_no_hit(
+    keep: KeepSpec, scored: int | None, expected: int | None
+) -> None:
+    """The router counts as cached what `Sequence.attachable_keys` would attach, and a pull takes what it takes."""
+    request = make_request("r", 300)
+    request.keep, request.sampling = keep, structs.replace(request.sampling, prompt_logprobs=scored)
+    state = RequestState(request, 0)
+    assert state.need.attachable_tokens == expected
+    view = RoutingView(fleet_of(*PAIR), LoadLedger(), True, index=PrefixIndex())
+    need = replace(state.need, chunks=view.index.name_chunks(list(range(300)), ""), whole_tokens=None)
+    for name in PAIR:
+        view.index.record_sent(name, need.chunks, 100)
+    chunks = 4 if expected is None else expected // 64
+    assert [view.shared_tokens(name, need) for name in PAIR] == [64 * chunks, 256]
 
 
 def test_what_a_request_keeps_stays_the_same_when_it_is_tried_again_and_when_it_moves() -> None:

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.fronts.frame_link import connect_unix
 from services.gateway.fronts.relay_client import RELAY_LOST
+from services.gateway.http.connection import CONNECTION_EXTENSION, ClientStalled, HttpConnection
 from services.gateway.http.error_response import error_response
 
 # Headers that belong to one connection, and those that each server writes by itself.
@@ -49,6 +50,8 @@ class Forwarder:
             if exchange.is_answered:
                 raise RelayGone("the relay has ended within an answer") from error
             await error_response(RELAY_LOST)(scope, receive, send)
+        except ClientStalled:
+            exchange.abort()
 
 
 class ForwardedExchange:
@@ -56,11 +59,14 @@ class ForwardedExchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
+        self._connection: HttpConnection | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         names = {name for name, _ in scope["headers"]}
         self._is_chunked = b"transfer-encoding" in names and b"content-length" not in names
         # The body may be sent at once, unless the client waits until it is asked for it.
         self._may_send = asyncio.Event()
-        if b"expect" not in names:
+        if not any(
+            name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
+        ):
             self._may_send.set()
         self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
@@ -70,7 +76,12 @@ class ForwardedExchange:
         self.is_answered = False
 
     async def run(self, address: str) -> None:
-        """Forward the request, and its answer. Raises OSError or httptools.HttpParserError if that fails."""
+        """Forward the request, and its answer.
+
+        Raises:
+            OSError, httptools.HttpParserError: that fails.
+            ClientStalled: the client reads too little of the answer.
+        """
         reader, writer = await asyncio.open_unix_connection(sock=connect_unix(address))
         try:
             writer.write(self._request_head())
@@ -87,6 +98,11 @@ class ForwardedExchange:
                 await asyncio.gather(sending, answering, return_exceptions=True)
         finally:
             writer.close()
+
+    def abort(self) -> None:
+        """Reset the client's connection, so that it does not take the answer for complete."""
+        if self._connection is not None:
+            self._connection.abort()
 
     def _request_head(self) -> bytes:
         """The request line and headers, as they came but for those of the connection."""
@@ -114,7 +130,7 @@ class ForwardedExchange:
                 await writer.drain()
 
     async def _pass_answer(self, reader: asyncio.StreamReader) -> None:
-        """Pass the answer on as it comes."""
+        """Pass the answer on as it comes, as fast as the client reads. Raises ClientStalled if it reads too little."""
         while not self._is_over:
             data = await reader.read(READ_BYTES)
             if not data:
@@ -123,6 +139,8 @@ class ForwardedExchange:
             messages, self._messages = self._messages, []
             for message in messages:
                 self.is_answered = True
+                if self._connection is not None:
+                    await self._connection.wait_drained()
                 await self._send(message)
 
     def on_message_begin(self) -> None:

@@ -92,6 +92,7 @@ class FrontGroup:
             StartError: this system has no Unix sockets.
         """
         self._spec, self._service, self._named_keys, self._pipe = spec, service, named_keys, pipe
+        self._bound = bound
         self._link_address, self._http_address = new_address("relay"), new_address("http")
         self._link_listener, self.listener = map(open_unix_listener, (self._link_address, self._http_address))
         self._peers: dict[str, FrontPeer] = {}
@@ -126,13 +127,14 @@ class FrontGroup:
         return [self._serve_links(), self._watch_starts(), self._count_forever()]
 
     async def stop(self, grace_s: float) -> None:
-        """End all fronts, and kill those that take longer. Idempotent."""
+        """End all fronts, and kill those that take longer. New clients are refused meanwhile. Idempotent."""
         loop = asyncio.get_running_loop()
         # The event loop's own threads may be fewer, and then some would drain after others.
         with ThreadPoolExecutor(len(self._supervisors)) as threads:
-            await asyncio.gather(
-                *(loop.run_in_executor(threads, one.stop, grace_s) for one in self._supervisors)
-            )
+            stops = [loop.run_in_executor(threads, one.stop, grace_s) for one in self._supervisors]
+            # Fronts close theirs at once. With this one open, who comes would wait until the last stream has ended.
+            self._bound.close()
+            await asyncio.gather(*stops)
 
     def add_peer(self, peer: FrontPeer) -> None:
         """A front has joined; a former life of it is gone."""

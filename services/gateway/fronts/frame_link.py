@@ -22,10 +22,11 @@ from services.gateway.fronts.wire import FrontMessage
 
 M = TypeVar("M", bound=FrontMessage)
 
-# A frame holds what was said in one round of the event loop: all prompts of a body at most, or the tokens of a step.
-MAX_FRAME_BYTES = 256 << 20
+# A frame holds what was said in one round of the event loop: all prompts of a body at most, or the tokens of a step,
+# with the log-probabilities of a prompt: 36 MiB for 131,072 tokens with 20 each.
+MAX_FRAME_BYTES = 1 << 30
 # What may wait for an end that does not read. Beyond, the link is given up, like that of a worker.
-MAX_WAITING_BYTES = 64 << 20
+MAX_WAITING_BYTES = 256 << 20
 HEAD = struct.Struct("!I")
 CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
@@ -124,18 +125,18 @@ class FrameLink(asyncio.Protocol, Generic[M]):
         """Handle all frames that are complete. One that cannot be read ends the link."""
         received = self._received
         received += data
-        try:
-            while len(received) >= HEAD.size:
-                [size] = HEAD.unpack_from(received)
-                if size > MAX_FRAME_BYTES:
-                    return self._give_up(f"a frame of {size} bytes")
-                if len(received) < HEAD.size + size:
-                    return
+        while len(received) >= HEAD.size:
+            [size] = HEAD.unpack_from(received)
+            if size > MAX_FRAME_BYTES:
+                return self._give_up(f"a frame of {size} bytes")
+            if len(received) < HEAD.size + size:
+                return
+            try:
                 messages = self._decoder.decode(bytes(memoryview(received)[HEAD.size : HEAD.size + size]))
-                del received[: HEAD.size + size]
-                self._on_messages(messages)
-        except (msgspec.MsgspecError, ValueError) as error:
-            self._give_up(str(error))
+            except (msgspec.MsgspecError, ValueError) as error:
+                return self._give_up(str(error))
+            del received[: HEAD.size + size]
+            self._on_messages(messages)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone."""

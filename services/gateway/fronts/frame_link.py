@@ -26,7 +26,7 @@ M = TypeVar("M", bound=FrontMessage)
 # with the log-probabilities of a prompt: 36 MiB for 131,072 tokens with 20 each.
 MAX_FRAME_BYTES = 1 << 30
 # What may wait for an end that does not read. Beyond, the link is given up, like that of a worker.
-MAX_WAITING_BYTES = 256 << 20
+MAX_WAITING_BYTES = 64 << 20
 HEAD = struct.Struct("!I")
 CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
@@ -74,6 +74,14 @@ def connect_unix(address: str) -> socket.socket:
     return connection
 
 
+def refuse_other_user(transport: asyncio.BaseTransport) -> bool:
+    """Whether the process at the other end of a Unix socket runs as another user, which is logged."""
+    refused = not is_same_user(transport.get_extra_info("socket"))
+    if refused:
+        log.warning("a process of another user is refused at a socket of the gateway")
+    return refused
+
+
 def is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket runs as this user."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -104,9 +112,13 @@ class FrameLink(asyncio.Protocol, Generic[M]):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless the other end is another user's."""
         self._transport = transport
-        if not is_same_user(transport.get_extra_info("socket")):
-            log.warning("a process of another user is refused at a socket of the gateway")
+        if refuse_other_user(transport):
             transport.abort()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was sent and the other end has not read, but for what one buffer of the kernel holds."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def send(self, message: FrontMessage) -> None:
         """Send a message behind those before; dropped if the link is lost."""
@@ -154,5 +166,5 @@ class FrameLink(asyncio.Protocol, Generic[M]):
             return
         body = _encoder.encode(unsent)
         self._transport.write(HEAD.pack(len(body)) + body)
-        if self._transport.get_write_buffer_size() > MAX_WAITING_BYTES + len(body):
+        if self.waiting_bytes > MAX_WAITING_BYTES + len(body):
             self._give_up("the other end does not read")

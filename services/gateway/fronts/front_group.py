@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from diptych.process import SupervisorPipe
 from diptych.specs import GatewaySpec
-from services.gateway.fronts.frame_link import is_same_user, new_address, open_unix_listener
+from services.gateway.fronts.frame_link import new_address, open_unix_listener, refuse_other_user
 from services.gateway.fronts.front_peer import FrontPeer
 from services.gateway.fronts.merged_metrics import CountSums, MergedRegistry
 from services.gateway.http.access_keys import AccessKeys
@@ -54,8 +54,7 @@ class FrontConnection(HttpConnection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, unless the other end is another user's."""
         super().connection_made(transport)
-        if not is_same_user(transport.get_extra_info("socket")):
-            log.warning("a process of another user is refused at a socket of the gateway")
+        if refuse_other_user(transport):
             self.abort()
 
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from diptych.failure_statuses import RequestFailure
+from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.messages import Output
 from router.effects import TelemetryEffect
-from services.gateway.fronts.frame_link import FrameLink
+from services.gateway.fronts.frame_link import MAX_WAITING_BYTES, FrameLink
 from services.gateway.fronts.wire import (
-    Admission,
+    AdmissionAnswer,
     AskAdmission,
     AskCounts,
     AskRates,
@@ -35,7 +35,7 @@ from services.gateway.fronts.wire import (
     SequenceArrived,
     SequenceEnded,
     SequenceFailed,
-    StopFound,
+    SequenceStopped,
     Submit,
     unpack_requests,
 )
@@ -45,6 +45,10 @@ from services.gateway.outcomes import GATEWAY_FAILED, Ending, SequenceRecord
 from services.gateway.service import GatewayService
 
 log = logging.getLogger(__name__)
+LINK_FULL = RequestFailure(
+    FailureReason.ANSWER_MEMORY_FULL,
+    "log-probabilities of prompts fill the memory that the gateway has for them; ask for fewer at once",
+)
 
 
 class FrontOwner(Protocol):
@@ -61,7 +65,7 @@ class FrontPeer:
     """One front, as long as its link lasts. `name` is empty until it has joined."""
 
     def __init__(self, service: GatewayService, named_keys: NamedKeys | None, owner: FrontOwner) -> None:
-        self.name, self.pid, self.counts = "", 0, Counts(0, 0, {})
+        self.name, self.counts = "", Counts(0, 0, {})
         self._service, self._named_keys, self._owner = service, named_keys, owner
         self.link: FrameLink[FromFront] = FrameLink(FromFront, self._on_messages, self._on_lost)  # type: ignore[arg-type]
         self._sent_state: RelayState | None = None
@@ -90,6 +94,11 @@ class FrontPeer:
         """A sequence needs no cancelling any more."""
         self.open.discard(request)
 
+    def cancel_sequence(self, request: str) -> None:
+        """Cancel a sequence that goes on."""
+        self.end_sequence(request)
+        self._service.backend.cancel_request(request)
+
     def _on_messages(self, messages: Sequence[FrontMessage]) -> None:
         for message in messages:
             if not self.name and not isinstance(message, Joined):
@@ -112,11 +121,11 @@ class FrontPeer:
                 self.send_state()
                 self.link.send(self._check_admission(number, tenant, rated))
             case AskRates(number, tenant):
-                self.link.send(Admission(number, headers=self._rate_headers(tenant)))
+                self.link.send(AdmissionAnswer(number, headers=self._rate_headers(tenant)))
             case ClientsGone(requests):
                 self.open.difference_update(requests)
                 service.backend.cancel_request(*requests)
-            case StopFound(request):
+            case SequenceStopped(request):
                 service.backend.stop_request(request)
             case ErrorAnswered(failure, request_id, route, generation):
                 service.errors.add_error(time.monotonic(), failure, request_id, route, generation)
@@ -124,8 +133,8 @@ class FrontPeer:
                 self.counts = message
                 if (waiting := self._counting.pop(number, None)) is not None and not waiting.done():
                     waiting.set_result(None)
-            case Joined(name, pid):
-                self.name, self.pid = name, pid
+            case Joined(name):
+                self.name = name
                 self._owner.add_peer(self)
                 self.send_state()
 
@@ -136,14 +145,14 @@ class FrontPeer:
             [(request, RelayedSink(self, request.id)) for request in requests]
         )
 
-    def _check_admission(self, number: int, tenant: str, rated: bool) -> Admission:
+    def _check_admission(self, number: int, tenant: str, rated: bool) -> AdmissionAnswer:
         """Whether a request may come, by the rates of its key if it is `rated`, and by the load."""
         rates = self._named_keys.rates_of_tenant(tenant) if self._named_keys and rated else None
         is_limited = rates is not None and bool(rates.windows)
         refusal = rates.find_refusal(0, time.monotonic()) if rates is not None and is_limited else None
         refusal = refusal or self._service.backend.find_refusal(1, tenant)
         headers = self._rate_headers(tenant) if is_limited and refusal is not None else []
-        return Admission(number, refusal, headers, is_limited)
+        return AdmissionAnswer(number, refusal, headers, is_limited)
 
     def _rate_headers(self, tenant: str) -> list[tuple[bytes, bytes]]:
         rates = self._named_keys.rates_of_tenant(tenant) if self._named_keys else None
@@ -172,8 +181,14 @@ class RelayedSink:
         self._peer, self._request, self._send = peer, request, peer.link.send
 
     def deliver_output(self, output: Output, now_s: float) -> None:
-        """Hand on new tokens."""
-        self._send(Delivered(output, now_s))
+        """Hand on new tokens. Scores of a prompt are large: if the front does not keep up, this sequence fails, and
+        not the link with all of them.
+        """
+        if output.prompt_logprobs and self._peer.link.waiting_bytes > MAX_WAITING_BYTES:
+            self._peer.cancel_sequence(self._request)
+            self._send(SequenceFailed(self._request, LINK_FULL))
+        else:
+            self._send(Delivered(output, now_s))
 
     def record_effect(self, effect: TelemetryEffect, now_s: float) -> None:
         """Hand on what happened to the sequence."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,7 @@ from diptych.request import Request
 from router.workers.kv_classes import ServedClasses
 from services.gateway.fronts.frame_link import FrameLink, connect_unix
 from services.gateway.fronts.wire import (
-    Admission,
+    AdmissionAnswer,
     AskAdmission,
     AskCounts,
     AskRates,
@@ -35,7 +34,7 @@ from services.gateway.fronts.wire import (
     SequenceArrived,
     SequenceEnded,
     SequenceFailed,
-    StopFound,
+    SequenceStopped,
     pack_requests,
 )
 from services.gateway.generation.generation import SequenceSink
@@ -63,7 +62,7 @@ class RelayClient(OutcomeSink):
         self.count, self._on_lost_link = count, on_lost
         self._link: FrameLink[FromRelay] = FrameLink(FromRelay, self._on_messages, self._on_lost)  # type: ignore[arg-type]
         self._sinks: dict[str, SequenceSink] = {}
-        self._asked: dict[int, asyncio.Future[Admission]] = {}
+        self._asked: dict[int, asyncio.Future[AdmissionAnswer]] = {}
         self._numbers = itertools.count(1)
         # The number of each sequence whose end is not known yet, by its record's id.
         self._pending: dict[int, int] = {}
@@ -74,7 +73,7 @@ class RelayClient(OutcomeSink):
         loop, connection = asyncio.get_running_loop(), connect_unix(address)
         self._welcome = loop.create_future()
         await loop.create_unix_connection(lambda: self._link, sock=connection)
-        self._link.send(Joined(self.name, os.getpid()))
+        self._link.send(Joined(self.name))
         await self._welcome
 
     def close(self) -> None:
@@ -83,19 +82,19 @@ class RelayClient(OutcomeSink):
 
     # ---- what the front asks
 
-    async def ask_admission(self, tenant: str, rated: bool) -> Admission:
+    async def ask_admission(self, tenant: str, rated: bool) -> AdmissionAnswer:
         """Whether a request of `tenant` would be refused now. `rated`: it counts for the rates of its key."""
         return await self._ask(lambda number: AskAdmission(number, tenant, rated))
 
-    async def ask_rates(self, tenant: str) -> Admission:
+    async def ask_rates(self, tenant: str) -> AdmissionAnswer:
         """The headers that say what is left of the rates of a key."""
         return await self._ask(lambda number: AskRates(number, tenant))
 
-    async def _ask(self, make_question: Callable[[int], FrontMessage]) -> Admission:
+    async def _ask(self, make_question: Callable[[int], FrontMessage]) -> AdmissionAnswer:
         number = next(self._numbers)
         if self.is_lost:
-            return Admission(number, RELAY_LOST)
-        answer: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+            return AdmissionAnswer(number, RELAY_LOST)
+        answer: asyncio.Future[AdmissionAnswer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._link.send(make_question(number))
         try:
@@ -118,7 +117,7 @@ class RelayClient(OutcomeSink):
 
     def stop_request(self, request: str) -> None:
         """Stop a sequence whose text has ended."""
-        self._link.send(StopFound(request))
+        self._link.send(SequenceStopped(request))
 
     def find_refusal(self, num_requests: int, tenant: str) -> RequestFailure | None:
         """Whether the relay is there; it has been asked for admission before (`RelayAdmission`)."""
@@ -164,7 +163,7 @@ class RelayClient(OutcomeSink):
             case SequenceFailed(request, failure):
                 if (sink := self._sinks.pop(request, None)) is not None:
                     sink.fail_sequence(failure)
-            case Admission(number):
+            case AdmissionAnswer(number):
                 answer = self._asked.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -182,7 +181,7 @@ class RelayClient(OutcomeSink):
             self._welcome.set_exception(ConnectionError("it does not answer"))
         for number, answer in self._asked.items():
             if not answer.done():
-                answer.set_result(Admission(number, RELAY_LOST))
+                answer.set_result(AdmissionAnswer(number, RELAY_LOST))
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.fail_sequence(RELAY_LOST)

@@ -1,7 +1,7 @@
 """What a front and the relay's process say to each other, as MessagePack over a Unix socket.
 
-    front ── Joined, AskAdmission, Submit, StopFound, ClientsGone, SequenceArrived, SequenceEnded … ─▶ relay
-    relay ── RelayState, Admission, Delivered, Progressed, ClassChosen, Finished, SequenceFailed … ─▶ front
+    front ── Joined, AskAdmission, Submit, SequenceStopped, ClientsGone, SequenceArrived, SequenceEnded … ─▶ relay
+    relay ── RelayState, AdmissionAnswer, Delivered, Progressed, ClassChosen, Finished, SequenceFailed … ─▶ front
 
 A frame is its length and a list of messages, which are handled in order. Times are seconds on the monotonic clock,
 which all processes of a machine share.
@@ -38,7 +38,6 @@ class Joined(FrontMessage, frozen=True):
     """The first message of a front."""
 
     name: str
-    pid: int
 
 
 class AskAdmission(FrontMessage, frozen=True):
@@ -84,7 +83,7 @@ class ClientsGone(FrontMessage, frozen=True):
     requests: list[str]
 
 
-class StopFound(FrontMessage, frozen=True):
+class SequenceStopped(FrontMessage, frozen=True):
     """The text of a sequence has ended with a stop string."""
 
     request: str
@@ -143,8 +142,8 @@ class RelayState(FrontMessage, frozen=True):
     can_pool: bool
 
 
-class Admission(FrontMessage, frozen=True):
-    """The answer to `AskAdmission` and `AskRates`. With `counted` the refusal is counted already."""
+class AdmissionAnswer(FrontMessage, frozen=True):
+    """The answer to `AskAdmission` and `AskRates`. `is_limited`: the key of the tenant has rates."""
 
     number: int
     refusal: RequestFailure | None = None
@@ -212,14 +211,21 @@ FromFront = (
     | AskRates
     | Submit
     | ClientsGone
-    | StopFound
+    | SequenceStopped
     | SequenceArrived
     | SequenceEnded
     | ErrorAnswered
     | Counts
 )
 FromRelay = (
-    RelayState | Admission | Delivered | Progressed | ClassChosen | Finished | SequenceFailed | AskCounts
+    RelayState
+    | AdmissionAnswer
+    | Delivered
+    | Progressed
+    | ClassChosen
+    | Finished
+    | SequenceFailed
+    | AskCounts
 )
 
 

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from diptych.chunks import RAW_CLASS
 from diptych.failure_statuses import FailureReason, RequestFailure
 from diptych.keys.named_key import NamedKey, digest_key
+from diptych.messages import Logprob, Output
 from diptych.request import Request, RequestStage, SamplingParams, Tenancy
 from router.effects import (
     AttemptBegan,
@@ -28,8 +29,9 @@ from router.effects import (
     StageEntered,
     TelemetryEffect,
 )
+from services.gateway.fronts import front_peer
 from services.gateway.fronts.frame_link import new_address, open_unix_listener
-from services.gateway.fronts.front_peer import FrontPeer
+from services.gateway.fronts.front_peer import FrontPeer, RelayedSink
 from services.gateway.fronts.relay_admission import RelayAdmission
 from services.gateway.fronts.relay_client import RELAY_LOST, RelayClient, RelayedErrors
 from services.gateway.fronts.wire import Progressed, pack_requests, unpack_requests
@@ -130,6 +132,24 @@ async def test_tokens_come_and_the_state_is_known_first(pair: Pair, tokens: Gate
     seen = pair.script.seen
     assert [one.prompt.obj for one in seen] == [seen[0].prompt.obj] * 2  # type: ignore[attr-defined]
     assert not pair.peers[0].open
+
+
+async def test_scores_of_a_prompt_that_do_not_fit_fail_their_sequence_alone(
+    pair: Pair, tokens: GatewayTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinks = {name: Sink() for name in ("scored", "plain")}
+    for name, sink in sinks.items():
+        pair.client.submit_requests([(sequence(name, prompt_of(tokens, "HANG")), sink)])
+    await until(lambda: len(pair.script.open) == 2)
+    [peer] = pair.peers
+    monkeypatch.setattr(front_peer, "MAX_WAITING_BYTES", -1)
+    scores = [None, Logprob(1, -0.5, [])]
+    RelayedSink(peer, "plain").deliver_output(Output("plain", 0, [1]), 1.0)
+    RelayedSink(peer, "scored").deliver_output(Output("scored", 0, [1], prompt_logprobs=scores), 1.0)
+    await until(lambda: sinks["scored"].failures and sinks["plain"].outputs)
+    [failure] = sinks["scored"].failures
+    assert failure.reason is FailureReason.ANSWER_MEMORY_FULL and not sinks["scored"].outputs
+    assert list(pair.script.open) == ["plain"] == list(peer.open) and not pair.lost.is_set()
 
 
 async def test_who_leaves_is_cancelled_and_who_dies_is_too(pair: Pair, tokens: GatewayTokenizer) -> None:

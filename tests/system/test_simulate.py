@@ -145,6 +145,7 @@ BUILT_IN = str(PROFILE_FOLDER / "opt-13b.a100-80g.json")
         ([*REAL, *CHAT, "--rate", "1", "--enable-prefix-caching"], "enable-prefix-caching has no effect"),
         ([*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "1GiB"], "--kv-host-bytes has no effect"),
         ([*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "much"], "--kv-host-bytes much cannot be read"),
+        ([*REAL, *CHAT, "--rate", "1", "--kv-host-bytes", "1MiB"], "--kv-host-bytes 1,048,576 is too small"),
         ([*REAL, *CHAT, "--rate", "1", "--kv-disk-bytes", "1GiB"], "--kv-disk-bytes needs --kv-host-bytes"),
         ([*REAL, *CHAT, "--rate", "1", "--kv-disk-rate", "1GB/s"], "--kv-disk-rate needs --kv-disk-bytes"),
         (

@@ -209,10 +209,10 @@ class SimTiers:
         self._wake()
 
 
-def sum_tier_stats(engines: Iterable[NoRestores | PrefixRestores]) -> dict[str, TierStats]:
-    """What the restores of several engines have stored in each tier and read back, by the name of the tier."""
+def sum_tier_stats(parts: Iterable[NoRestores | PrefixRestores]) -> dict[str, TierStats]:
+    """What the `restores` of several engines have stored in each tier and read back, by the name of the tier."""
     found: dict[str, TierStats] = {}
-    for restores in engines:
+    for restores in parts:
         for name, stats in restores.complete_stats(WorkerStats()).tiers.items():
             before = found.get(name, TierStats())
             found[name] = replace(

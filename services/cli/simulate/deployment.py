@@ -31,7 +31,7 @@ from planner.types import (
     keeps_steps_within_tpot,
 )
 from services.cli.simulate.bulk_use import bulk_beside
-from services.cli.simulate.kv_tiers import read_tiers
+from services.cli.simulate.kv_tiers import check_tier_room, read_tiers
 from services.cli.simulate.options import DECODE_OVERDRAFT, LOCAL_PREFILL, SimulateOptions
 
 ROLES = {"P": PREFILL, "D": DECODE, "C": BOTH}
@@ -73,6 +73,7 @@ def simulated_deployment(options: SimulateOptions, slo: Slo) -> SimDeployment:
         bulk=bulk_beside(options, slo),
         tiers=read_tiers(options),
     )
+    check_tier_room(made)
     for machine in made.instances:
         check_class_rooms(made.kv_classes, machine.kv_tokens, made.max_model_len)
     bound = _tpot_bound_pools(options, placement)

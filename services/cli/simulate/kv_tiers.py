@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
 from engine.prefix_restores import DISK, FIRST_RATES, HOST, TierRate
 from planner.kv_links import parse_link
@@ -43,6 +44,16 @@ def read_tiers(options: SimulateOptions) -> tuple[SimTier, ...]:
         why = "KV that left the pools is read back as cached prefixes"
         raise ConfigError(what, why, "leave out one of the two")
     return tiers
+
+
+def check_tier_room(deployment: SimDeployment) -> None:
+    """Raises ConfigError if a tier has no room for a chunk, and would never have anything."""
+    sizes = [one.token_bytes for one in deployment.kv_classes] or [deployment.token_bytes]
+    chunk_bytes = round(max(sizes) * CHUNK_TOKENS)
+    for tier in deployment.tiers:
+        if tier.capacity_bytes < chunk_bytes:
+            what = f"--kv-{tier.name}-bytes {tier.capacity_bytes:,.0f} is too small"
+            raise ConfigError(what, f"a chunk of this model has {chunk_bytes:,} bytes", "give more")
 
 
 def _read_rate(tier: str, text: str | None) -> TierRate:

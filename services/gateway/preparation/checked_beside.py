@@ -13,7 +13,7 @@ from services.gateway.openai.validate import grammar_error
 # Below this a thread costs more than it saves.
 MIN_GRAMMAR_CHARS = 4096
 # A longer body is tokenised afterwards: its CPU time would count against the limit of the check.
-MAX_BODY_BYTES = 1 << 19
+MAX_BODY_BYTES = 1 << 18
 
 
 @contextmanager

@@ -160,7 +160,9 @@ def evicting(
     return replace(deployment, instances=machines, keep=keep), jobs
 
 
-def tiered(deployment: SimDeployment, *tiers: tuple[str, int, float, float]) -> SimDeployment:
+def tiered(
+    deployment: SimDeployment, *tiers: tuple[str, int, float, float], slabs: int = 14
+) -> SimDeployment:
     """The same with tiers (name, chunks, delay and seconds of a chunk) below pools that are small where prompts are
     prefilled.
     """
@@ -171,7 +173,7 @@ def tiered(deployment: SimDeployment, *tiers: tuple[str, int, float, float]) -> 
         for name, chunks, delay_s, chunk_s in tiers
     )
     machines = tuple(
-        replace(machine, kv_tokens=64 * 14) if pool.role == PREFILL else machine
+        replace(machine, kv_tokens=64 * slabs) if pool.role == PREFILL else machine
         for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True)
     )
     return replace(deployment, instances=machines, tiers=below, prefix_caching=True)
@@ -206,6 +208,14 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "2P2D, a tier that is hardly faster than computing": (
         tiered(deployed((PREFILL, 2), (DECODE, 2)), ("disk", 10**6, 2.5e-3, 5.9e-3)),
         trace(120, 60.0, 33, shared=True),
+    ),
+    "2P2D, two classes, a tier": in_classes(
+        tiered(deployed((PREFILL, 2), (DECODE, 2)), ("host", 10**6, 0.3e-3, 0.4e-3), slabs=28),
+        trace(120, 50.0, 34, shared=True),
+    ),
+    "2P2D, eviction, a tier": evicting(
+        tiered(deployed((PREFILL, 2), (DECODE, 2)), ("host", 10**6, 0.3e-3, 0.4e-3)),
+        trace(120, 50.0, 35, shared=True),
     ),
     "2P2D, first tokens by decode workers": (
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True, traits=()),

@@ -296,7 +296,7 @@ class Config(BaseSettings):
     root_path: Annotated[
         Annotated[str, url_path()] | None, Listing(HTTP, GATEWAY_COMMANDS, shown="none", rare=True)
     ] = Field(default=None, description="What a proxy strips from paths, for documents")
-    insecure: Annotated[Switch, RARE_HTTP] = Field(False, description="Serve other hosts without a key")
+    insecure: Annotated[Switch, RARE_HTTP] = Field(default=False, description="Other hosts need no key")
     gateways: Annotated[Processes, RARE_HTTP] = Field(default=1, description="Processes that take HTTP")
     max_body_bytes: Annotated[ByteSize, Listing(HTTP, GATEWAY_COMMANDS, shown="8MiB", rare=True)] = Field(
         default=8 << 20, description="Largest request body"

@@ -26,6 +26,7 @@ LONG = 100
 ROUNDS = 6  # of killing; two or three are usually enough for every way of asking to be cut in the middle
 TEXT = "def read(self, size=-1):\n    return self.buffer.read(size)\n\n"
 BEGUN = 3  # pieces: a stream that is killed at its first was not yet decoding, and is not cut in the middle
+LATER = 12  # pieces more, each time those that were not cut are asked again: a scored prompt begins after the others
 LOGPROB_ERROR = 2e-3  # KV that was read again is summed up in another order
 MANY_BYTES = {"type": "string", "pattern": "^[😀🎉é漢字]{80}$"}
 HEX = {"type": "string", "pattern": "^([a-f0-9]{4}-){60}[a-f0-9]{4}$"}
@@ -148,9 +149,9 @@ class StreamedAnswer:
 
 
 async def ask(
-    client: httpx.AsyncClient, body: dict[str, Any], answer: StreamedAnswer, begun: asyncio.Event
+    client: httpx.AsyncClient, body: dict[str, Any], answer: StreamedAnswer, begun: asyncio.Event, enough: int
 ) -> None:
-    """One request to its end; `begun` is set when it is in the middle of its answer, or over."""
+    """One request to its end; `begun` is set after `enough` pieces of its answer, or when it is over."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     body = {"model": "tiny", "stream": True, **body}
     if not body["stream"]:
@@ -169,20 +170,22 @@ async def ask(
             elif line.startswith("data: "):
                 answer.add(json.loads(line.removeprefix("data: ")))
                 pieces += any(choice.text for choice in answer.choices.values())
-                if pieces == BEGUN:
+                if pieces == enough:
                     begun.set()
     begun.set()
 
 
 async def ask_all(
-    served: Served, victims: Sequence[psutil.Process], ways: Collection[str] = WAYS
+    served: Served, victims: Sequence[psutil.Process], ways: Collection[str] = WAYS, enough: int = BEGUN
 ) -> dict[str, StreamedAnswer]:
-    """These ways of asking at once; when every stream is in the middle of its answer, `victims` are killed."""
+    """These ways of asking at once; when every stream has had `enough` pieces, `victims` are killed."""
     answers = {name: StreamedAnswer() for name in ways}
     begun = {name: asyncio.Event() for name in ways if WAYS[name].get("stream", True)}
     async with httpx.AsyncClient(base_url=served.url, timeout=600, trust_env=False) as client:
         tasks = [
-            asyncio.create_task(ask(client, WAYS[name], answers[name], begun.get(name, asyncio.Event())))
+            asyncio.create_task(
+                ask(client, WAYS[name], answers[name], begun.get(name, asyncio.Event()), enough)
+            )
             for name in ways
         ]
         if victims:
@@ -266,7 +269,7 @@ def test_answers_go_on_to_the_last_token_when_decode_workers_are_killed(deployme
         # After two rounds of all, what was not cut is asked again, beside streams that tell when to kill: among few,
         # nobody is done before the last has begun.
         ways = WAYS if number < 2 else [*MARKS, *(deployment.long - cut - set(MARKS))]
-        answers = asyncio.run(ask_all(served, victims, ways))
+        answers = asyncio.run(ask_all(served, victims, ways, BEGUN + LATER * max(0, number - 1)))
         for name, answer in answers.items():
             try:
                 compare(deployment.undisturbed[name], answer)

@@ -192,7 +192,7 @@ def open_server(
     # Imported only here, since a gateway that takes HTTP itself needs none of it.
     from services.gateway.fronts.front_group import FrontGroup
 
-    fronts = FrontGroup(spec, service, files.named_keys, bound, supervisor)
+    fronts = FrontGroup(spec, service, files.key_watch, bound, supervisor)
     return fronts.make_server(app, keys), fronts.listener, fronts.chores()
 
 

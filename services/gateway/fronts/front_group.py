@@ -30,7 +30,7 @@ from services.gateway.fronts.merged_metrics import CountSums, MergedRegistry
 from services.gateway.http.access_keys import AccessKeys
 from services.gateway.http.connection import HttpConnection
 from services.gateway.http.stranger_pacing import StrangerPacing
-from services.gateway.keys.named_keys import NamedKeys
+from services.gateway.keys.key_watch import KeyFileWatch
 from services.gateway.server import GatewayServer
 from services.gateway.service import GatewayService
 from services.host.supervision.supervisor import Supervisor, start_error
@@ -81,7 +81,7 @@ class FrontGroup:
         self,
         spec: GatewaySpec,
         service: GatewayService,
-        named_keys: NamedKeys | None,
+        key_watch: KeyFileWatch | None,
         bound: socket.socket,
         pipe: SupervisorPipe,
     ) -> None:
@@ -90,7 +90,7 @@ class FrontGroup:
         Raises:
             StartError: this system has no Unix sockets.
         """
-        self._spec, self._service, self._named_keys, self._pipe = spec, service, named_keys, pipe
+        self._spec, self._service, self._key_watch, self._pipe = spec, service, key_watch, pipe
         self._bound = bound
         self._link_address, self._http_address = new_address("relay"), new_address("http")
         self._link_listener, self.listener = map(open_unix_listener, (self._link_address, self._http_address))
@@ -186,7 +186,7 @@ class FrontGroup:
         """Take the links of fronts, and keep them informed."""
 
         def make_link() -> asyncio.Protocol:
-            return FrontPeer(self._service, self._named_keys, self).link
+            return FrontPeer(self._service, self._key_watch, self).link
 
         loop = asyncio.get_running_loop()
         server = await loop.create_unix_server(make_link, sock=self._link_listener)

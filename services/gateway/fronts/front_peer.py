@@ -39,7 +39,7 @@ from services.gateway.fronts.wire import (
     Submit,
     unpack_requests,
 )
-from services.gateway.keys.named_keys import NamedKeys
+from services.gateway.keys.key_watch import KeyFileWatch
 from services.gateway.openai.schemas.response_schema import KvDetails
 from services.gateway.outcomes import GATEWAY_FAILED, Ending, SequenceRecord
 from services.gateway.service import GatewayService
@@ -64,9 +64,11 @@ class FrontOwner(Protocol):
 class FrontPeer:
     """One front, as long as its link lasts. `name` is empty until it has joined."""
 
-    def __init__(self, service: GatewayService, named_keys: NamedKeys | None, owner: FrontOwner) -> None:
+    def __init__(self, service: GatewayService, key_watch: KeyFileWatch | None, owner: FrontOwner) -> None:
         self.name, self.counts = "", Counts(0, 0, {})
-        self._service, self._named_keys, self._owner = service, named_keys, owner
+        self._service, self._key_watch, self._owner = service, key_watch, owner
+        self._named_keys = None if key_watch is None else key_watch.keys
+        self._admitting = set[asyncio.Task[None]]()
         self.link: FrameLink[FromFront] = FrameLink(FromFront, self._on_messages, self._on_lost)  # type: ignore[arg-type]
         self._sent_state: RelayState | None = None
         self.open: set[str] = set()
@@ -119,7 +121,10 @@ class FrontPeer:
                 service.outcomes.end_sequence(record, ending, failure)
             case AskAdmission(number, tenant, rated):
                 self.send_state()
-                self.link.send(self._check_admission(number, tenant, rated))
+                if rated and self._named_keys is not None and not self._named_keys.accepts_tenant(tenant):
+                    self._admit_later(message)
+                else:
+                    self.link.send(self._check_admission(number, tenant, rated))
             case AskRates(number, tenant):
                 self.link.send(AdmissionAnswer(number, headers=self._rate_headers(tenant)))
             case ClientsGone(requests):
@@ -144,6 +149,19 @@ class FrontPeer:
         self._service.backend.submit_requests(
             [(request, RelayedSink(self, request.id)) for request in requests]
         )
+
+    def _admit_later(self, asked: AskAdmission) -> None:
+        """Answer when the keys' file is read: the front has seen a newer one, and the key's rates are in it."""
+        assert self._key_watch is not None
+        watch = self._key_watch
+
+        async def admit() -> None:
+            await watch.wait_for_tenant(asked.tenant)
+            self.link.send(self._check_admission(asked.number, asked.tenant, asked.rated))
+
+        task = asyncio.create_task(admit())
+        self._admitting.add(task)
+        task.add_done_callback(self._admitting.discard)
 
     def _check_admission(self, number: int, tenant: str, rated: bool) -> AdmissionAnswer:
         """Whether a request may come, by the rates of its key if it is `rated`, and by the load."""

@@ -18,6 +18,9 @@ from diptych.keys.named_key import NamedKey
 from services.gateway.keys.named_keys import NamedKeys
 from services.host.watched_files import LOOK_S, WatchedFiles
 
+# How often a file is looked at for one tenant: a file that is written over counts when two looks see the same.
+NUM_LOOKS = 5
+
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +31,8 @@ class KeyFileWatch:
         self.keys, self.problem = keys, ""
         self.loaded_s = time.monotonic()
         self._files, [self.path] = files, files.paths
+        # One look at a time: a second one would see no change before the first has read the file.
+        self._looking = asyncio.Lock()
 
     async def run_forever(self) -> None:
         """Look at the file, until cancelled."""
@@ -37,6 +42,18 @@ class KeyFileWatch:
 
     async def look(self) -> None:
         """Accept the keys of the file, if it is another one than before."""
+        async with self._looking:
+            await self._look()
+
+    async def wait_for_tenant(self, tenant: str) -> None:
+        """Look until a tenant is accepted that another process has found in the file already, or for a moment."""
+        for _ in range(NUM_LOOKS):
+            await self.look()
+            if self.keys.accepts_tenant(tenant):
+                return
+            await asyncio.sleep(LOOK_S / NUM_LOOKS)
+
+    async def _look(self) -> None:
         if not await asyncio.to_thread(self._files.have_changed):
             return
         try:

@@ -27,12 +27,13 @@ from diptych.specs import GatewaySpec
 from services.gateway.access_files import open_access_files
 from services.gateway.api_routes import ApiRoutes
 from services.gateway.app import build_app
-from services.gateway.fronts.forwarding import Forwarder
+from services.gateway.fronts.forwarding import Forwarder, refuse_lost
 from services.gateway.fronts.merged_metrics import count_samples
 from services.gateway.fronts.relay_admission import RelayAdmission
 from services.gateway.fronts.relay_client import RELAY_LOST, RelayClient, RelayedErrors
 from services.gateway.fronts.wire import Counts
 from services.gateway.http.request_body import UnreadBodyMiddleware
+from services.gateway.http.request_id import RequestIdMiddleware
 from services.gateway.metrics.loop_lag import observe_loop_lag
 from services.gateway.metrics.prometheus import GatewayMetrics
 from services.gateway.openai.schemas.response_schema import Readiness
@@ -138,7 +139,9 @@ class Front:
             paths=GENERATION_ROUTES.keys(),
         )
         own = build_app(api, keys, spec.host, tracer, admit)
-        app = FrontApp(own, UnreadBodyMiddleware(Forwarder(http_address)))
+        paths = frozenset(route.path for route in api.make_routes())
+        refusal = RequestIdMiddleware(refuse_lost, metrics, paths, self._service.errors)
+        app = FrontApp(own, UnreadBodyMiddleware(Forwarder(http_address, refusal)))
         serving = partial(self._pipe.report_progress, "ready")
         self._server = server = GatewayServer(
             app, self._service, spec.drain_s, serving, spec.max_connections, keys, files.certificates
@@ -158,7 +161,7 @@ class Front:
                 )
         finally:
             self._service.close()
-            self._client.close()
+            await self._client.leave()
             close_writers(None, exporter)
 
     def _make_service(self) -> GatewayService:

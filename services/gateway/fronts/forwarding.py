@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterable
 
 import httptools
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.fronts.frame_link import connect_unix
 from services.gateway.fronts.relay_client import RELAY_LOST
@@ -35,10 +35,10 @@ class RelayGone(ConnectionError):
 
 
 class Forwarder:
-    """An ASGI application that asks the server at `address`."""
+    """An ASGI application that asks the server at `address`; `refusal` answers where that fails."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, refusal: ASGIApp) -> None:
+        self._address, self._refusal = address, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,9 +49,14 @@ class Forwarder:
         except (OSError, httptools.HttpParserError) as error:
             if exchange.is_answered:
                 raise RelayGone("the relay has ended within an answer") from error
-            await error_response(RELAY_LOST)(scope, receive, send)
+            await self._refusal(scope, receive, send)
         except ClientStalled:
             exchange.abort()
+
+
+async def refuse_lost(scope: Scope, receive: Receive, send: Send) -> None:
+    """An ASGI application that answers that the relay's process is gone."""
+    await error_response(RELAY_LOST)(scope, receive, send)
 
 
 class ForwardedExchange:
@@ -82,7 +87,7 @@ class ForwardedExchange:
             OSError, httptools.HttpParserError: that fails.
             ClientStalled: the client reads too little of the answer.
         """
-        reader, writer = await asyncio.open_unix_connection(sock=connect_unix(address))
+        reader, writer = await asyncio.open_unix_connection(sock=await connect_unix(address))
         try:
             writer.write(self._request_head())
             sending = asyncio.create_task(self._send_body(writer))

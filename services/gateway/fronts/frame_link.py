@@ -7,6 +7,7 @@ end asks the kernel whose the other one is (SO_PEERCRED), and talks to this user
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -30,6 +31,9 @@ MAX_WAITING_BYTES = 64 << 20
 HEAD = struct.Struct("!I")
 CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
+# How long, and how often, a connection is asked for again while as many as BACKLOG are not accepted yet.
+CONNECT_S, CONNECT_RETRY_S = 10.0, 0.02
+FLUSH_RETRY_S = 0.005
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
@@ -60,18 +64,31 @@ def open_unix_listener(address: str) -> socket.socket:
     return bound
 
 
-def connect_unix(address: str) -> socket.socket:
-    """A connection to a listener of the same user. Raises OSError if there is none."""
+async def connect_unix(address: str) -> socket.socket:
+    """A connection to a listener of the same user. Raises OSError if there is none, or it accepts none for long."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
-        connection.connect(address)
+        await _connect(connection, address)
         if not is_same_user(connection):
             raise ConnectionRefusedError("the socket is another user's")
     except OSError:
         connection.close()
         raise
     return connection
+
+
+async def _connect(connection: socket.socket, address: str) -> None:
+    """Connect a socket, and wait while the listener has too many that it has not accepted."""
+    loop = asyncio.get_running_loop()
+    latest_s = loop.time() + CONNECT_S
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:
+            if loop.time() > latest_s:
+                raise
+        await asyncio.sleep(CONNECT_RETRY_S)
 
 
 def refuse_other_user(transport: asyncio.BaseTransport) -> bool:
@@ -127,6 +144,13 @@ class FrameLink(asyncio.Protocol, Generic[M]):
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(message)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until the kernel has what was sent, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._is_lost and (self._unsent or self.waiting_bytes):
+                    await asyncio.sleep(FLUSH_RETRY_S)
 
     def close(self) -> None:
         """End the link. Idempotent."""

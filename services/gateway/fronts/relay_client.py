@@ -44,6 +44,8 @@ from services.gateway.outcomes import EndedSequence, OutcomeSink, SequenceRecord
 RELAY_LOST = RequestFailure(
     FailureReason.SERVER_SHUTTING_DOWN, "the gateway's relay has ended; it is started again"
 )
+# The number of counts that nobody asked for, and how long a front that leaves waits for the relay to take them.
+LAST_COUNT, LEAVE_S = 0, 1.0
 UNKNOWN_STATE = RelayState(None, None, ServedClasses([RAW_CLASS], [RAW_CLASS]), True)
 
 
@@ -70,11 +72,17 @@ class RelayClient(OutcomeSink):
 
     async def connect(self, address: str) -> None:
         """Join the relay's process, and wait until it has said what it serves. Raises OSError if it is not there."""
-        loop, connection = asyncio.get_running_loop(), connect_unix(address)
+        loop, connection = asyncio.get_running_loop(), await connect_unix(address)
         self._welcome = loop.create_future()
         await loop.create_unix_connection(lambda: self._link, sock=connection)
         self._link.send(Joined(self.name))
         await self._welcome
+
+    async def leave(self) -> None:
+        """Tell the relay what this front has counted since it was asked, and end the link."""
+        self._link.send(self.count(LAST_COUNT))
+        await self._link.flush(LEAVE_S)
+        self.close()
 
     def close(self) -> None:
         """End the link. Idempotent."""

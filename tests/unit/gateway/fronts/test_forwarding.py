@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
-from services.gateway.fronts.forwarding import Forwarder
+from services.gateway.fronts.forwarding import Forwarder, refuse_lost
 from services.gateway.fronts.frame_link import new_address, open_unix_listener
 from services.gateway.http.connection import CONNECTION_EXTENSION, ClientStalled
+from services.gateway.http.request_id import RequestIdMiddleware
+from services.gateway.metrics.prometheus import GatewayMetrics
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -39,6 +41,10 @@ async def relay(answer: Answer) -> AsyncIterator[str]:
     server.close()
 
 
+def refusal() -> ASGIApp:
+    return RequestIdMiddleware(refuse_lost, GatewayMetrics(), frozenset({"/f"}))
+
+
 async def forward(address: str, headers: list[tuple[bytes, bytes]], **extensions: Any) -> list[Message]:
     """What a client is sent whose whole body is `body`."""
     sent, parts = list[Message](), [{"type": "http.request", "body": b"body", "more_body": False}]
@@ -51,7 +57,7 @@ async def forward(address: str, headers: list[tuple[bytes, bytes]], **extensions
 
     scope = {"type": "http", "method": "POST", "path": "/f", "raw_path": b"/f", "headers": headers}
     async with asyncio.timeout(30):
-        await Forwarder(address)({**scope, "extensions": extensions}, receive, send)
+        await Forwarder(address, refusal())({**scope, "extensions": extensions}, receive, send)
     return sent
 
 
@@ -87,3 +93,9 @@ async def test_a_body_waits_for_no_answer_unless_the_client_does() -> None:
     async with relay(answer) as address:
         sent = await forward(address, [(b"content-length", b"4"), (b"expect", b"something else")])
     assert sent[0]["status"] == 204
+
+
+async def test_a_refusal_has_a_request_id() -> None:
+    start, body, *_ = await forward(new_address("test"), [])
+    assert start["status"] == 503 and b"relay has ended" in body["body"]
+    assert dict(start["headers"])[b"x-request-id"].startswith(b"req")

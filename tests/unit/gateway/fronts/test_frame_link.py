@@ -42,7 +42,7 @@ async def ends() -> AsyncIterator[tuple[End, End]]:
     address = new_address("test")
     loop = asyncio.get_running_loop()
     server = await loop.create_unix_server(lambda: theirs.link, sock=open_unix_listener(address))
-    await loop.create_unix_connection(lambda: ours.link, sock=connect_unix(address))
+    await loop.create_unix_connection(lambda: ours.link, sock=await connect_unix(address))
     await asyncio.sleep(0)
     yield ours, theirs
     ours.link.close()
@@ -83,15 +83,43 @@ async def test_an_end_that_does_not_read_is_given_up(
         await asyncio.sleep(0)
 
 
+async def test_who_connects_waits_while_too_many_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame_link, "BACKLOG", 1)
+    address, waiting = new_address("test"), list[asyncio.Task[socket.socket]]()
+    with open_unix_listener(address) as listener:
+        for _ in range(4):
+            waiting.append(asyncio.create_task(connect_unix(address)))
+            await asyncio.sleep(0)
+        assert not all(one.done() for one in waiting), "the kernel takes more than it was told"
+        accepted = [(await asyncio.get_running_loop().sock_accept(listener))[0] for _ in waiting]
+        for one in (*accepted, *await asyncio.gather(*waiting)):
+            one.close()
+        monkeypatch.setattr(frame_link, "CONNECT_S", 0.0)
+        full = [await connect_unix(address) for _ in range(2)]
+        with pytest.raises(BlockingIOError):
+            await connect_unix(address)
+        for one in full:
+            one.close()
+
+
+async def test_what_was_sent_is_there_when_the_link_ends_after_a_flush(ends: tuple[End, End]) -> None:
+    ours, theirs = ends
+    ours.link.send(AskCounts(7))
+    await ours.link.flush(30.0)
+    ours.link.close()
+    await theirs.lost.wait()
+    assert theirs.received == [AskCounts(7)]
+
+
 async def test_a_process_of_another_user_is_refused_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     address, end = new_address("test"), End()
     loop = asyncio.get_running_loop()
     server = await loop.create_unix_server(lambda: end.link, sock=open_unix_listener(address))
-    connection = connect_unix(address)
+    connection = await connect_unix(address)
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(ConnectionRefusedError, match="another user"):
-        connect_unix(address)
+        await connect_unix(address)
     await end.lost.wait()
     assert end.received == []
     with connection:

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from diptych.chunks import RAW_CLASS
 from diptych.failure_statuses import FailureReason, RequestFailure
-from diptych.keys.named_key import NamedKey, digest_key
 from diptych.messages import Logprob, Output
 from diptych.request import Request, RequestStage, SamplingParams, Tenancy
 from router.effects import (
@@ -34,17 +34,19 @@ from services.gateway.fronts.frame_link import new_address, open_unix_listener
 from services.gateway.fronts.front_peer import FrontPeer, RelayedSink
 from services.gateway.fronts.relay_admission import RelayAdmission
 from services.gateway.fronts.relay_client import RELAY_LOST, RelayClient, RelayedErrors
-from services.gateway.fronts.wire import Progressed, pack_requests, unpack_requests
-from services.gateway.keys.named_keys import NamedKeys, tenant_of_name
+from services.gateway.fronts.wire import Counts, Progressed, pack_requests, unpack_requests
+from services.gateway.keys.key_watch import open_named_keys
+from services.gateway.keys.named_keys import tenant_of_name
 from services.gateway.keys.rated_backend import RatedBackend
 from services.gateway.metrics.prometheus import GatewayMetrics
+from services.gateway.openai.tenancy import tenant_of_key
 from services.gateway.openai.validate import RequestRules
 from services.gateway.outcomes import Ending, RequestOutcomes, SequenceRecord
 from services.gateway.preparation.preparer_pool import PreparerPool
 from services.gateway.service import GatewayService
 from services.gateway.tokenization.tokenizer import GatewayTokenizer
 from tests.system.scripted_gateway import Script
-from tests.unit.gateway.keys.named_file import Sink
+from tests.unit.gateway.keys.named_file import Sink, write_keys
 from tests.unit.gateway.outcome_watcher import Watcher
 
 EFFECTS: list[TelemetryEffect] = [
@@ -58,7 +60,9 @@ EFFECTS: list[TelemetryEffect] = [
     OverdraftSettled("r", True),
     RequestQuarantined("r"),
 ]
-TEAM, PATH = tenant_of_name("team"), "/v1/completions"
+PLAIN, PATH = "p" * 20, "/v1/completions"
+KEY = {"name": "team", "key": "k" * 20, "requests_per_minute": 2}
+TEAM, ANYBODY = tenant_of_name("team"), tenant_of_key(PLAIN.encode())
 
 
 @dataclass
@@ -81,9 +85,11 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(tokens: GatewayTokenizer, rules: RequestRules) -> AsyncIterator[Pair]:
+async def pair(tokens: GatewayTokenizer, rules: RequestRules, tmp_path: Path) -> AsyncIterator[Pair]:
     script, watcher, lost = Script(tokens), Watcher(), asyncio.Event()
-    keys = NamedKeys([NamedKey("team", digest_key("k" * 20), 2, None)])
+    write_keys(tmp_path / "keys.yaml", [KEY])
+    watch = open_named_keys(str(tmp_path / "keys.yaml"), (PLAIN,))
+    keys = watch.keys
     service = GatewayService(
         rules,
         RatedBackend(script, keys),
@@ -95,7 +101,7 @@ async def pair(tokens: GatewayTokenizer, rules: RequestRules) -> AsyncIterator[P
     made = Pair(script, service, RelayClient("front-0", lost.set), watcher, lost=lost)
     address, loop = new_address("test"), asyncio.get_running_loop()
     server = await loop.create_unix_server(
-        lambda: FrontPeer(service, keys, made).link, sock=open_unix_listener(address)
+        lambda: FrontPeer(service, watch, made).link, sock=open_unix_listener(address)
     )
     await made.client.connect(address)
     yield made
@@ -186,9 +192,9 @@ async def test_a_relay_that_ends_fails_all_that_is_open(pair: Pair, tokens: Gate
 
 async def test_admission_and_rates_are_decided_by_the_relay(pair: Pair, tokens: GatewayTokenizer) -> None:
     full = RequestFailure(FailureReason.QUEUE_FULL, "full")
-    assert await ask(pair, "") == (204, [])
+    assert await ask(pair, ANYBODY) == (204, [])
     pair.script.refuses = full
-    assert (await ask(pair, ""))[0] == 429
+    assert (await ask(pair, ANYBODY))[0] == 429
     await until(lambda: pair.watcher.ended)
     assert [one.failure for one in pair.watcher.ended] == [full]
     pair.script.refuses = None
@@ -197,6 +203,19 @@ async def test_admission_and_rates_are_decided_by_the_relay(pair: Pair, tokens: 
         status, headers = await ask(pair, TEAM)
         assert (b"x-ratelimit-remaining-requests", str(left).encode()) in headers
         assert status == (204 if left else 429)
+
+
+async def test_a_key_that_only_the_front_knows_yet_is_rated(pair: Pair, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys.yaml", [KEY, {**KEY, "name": "new", "key": "n" * 20}])
+    status, headers = await ask(pair, tenant_of_name("new"))
+    assert status == 204 and (b"x-ratelimit-limit-requests", b"2") in headers
+
+
+async def test_a_front_that_leaves_tells_what_it_has_counted(pair: Pair) -> None:
+    pair.client.count = lambda number: Counts(number, 3, {})
+    await pair.client.leave()
+    await until(lambda: pair.gone)
+    assert pair.gone[0].counts.num_open == 3
 
 
 async def ask(pair: Pair, tenant: str) -> tuple[int, list[tuple[bytes, bytes]]]:

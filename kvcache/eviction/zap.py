@@ -118,9 +118,15 @@ class KeepSurrogate:
         return scores
 
     def find_threshold(self, share: float) -> float:
-        """The score below which rows go if `share` of the attention is to stay; between two shares, a line."""
+        """The score below which rows go if `share` of the attention is to stay; between two shares, a line.
+
+        Beyond the last share, the threshold falls as the attention that may go: scores are logarithms of attention.
+        """
         grid = np.arange(1, NUM_THRESHOLDS + 1) / (NUM_THRESHOLDS + 1)
-        return float(np.interp(share, grid, self.thresholds.astype(np.float64)))
+        found = float(np.interp(share, grid, self.thresholds.astype(np.float64)))
+        if share >= 1:
+            return -math.inf
+        return found + math.log((1 - share) / (1 - grid[-1])) if share > grid[-1] else found
 
 
 def surrogate_path(calibration: Path) -> Path:

@@ -78,7 +78,12 @@ def test_thresholds_are_lines_between_hundredths() -> None:
     surrogate = make_surrogate()
     assert surrogate.find_threshold(0.01) == 0 and surrogate.find_threshold(0.75) == pytest.approx(-74)
     assert surrogate.find_threshold(0.755) == pytest.approx(-74.5)
-    assert surrogate.find_threshold(0.999) == -98
+
+
+def test_beyond_the_last_hundredth_more_stays_and_at_last_all() -> None:
+    surrogate = make_surrogate()
+    found = [surrogate.find_threshold(share) for share in (0.99, 0.995, 0.999, 1.0)]
+    assert found == pytest.approx([-98, -98 + math.log(0.5), -98 + math.log(0.1), -math.inf])
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:

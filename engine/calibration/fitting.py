@@ -7,7 +7,7 @@ the caller (`kvcache.codecs.page`). Sections are those of KVQuant, arXiv 2401.18
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,27 +70,37 @@ def fit_layer(
         group: numbers that share a value's scale; it divides the channels.
         weigh: weights of numbers from their squared gradients and scales, which broadcast.
     """
-    return {codec_id.name: _fit_codec(sample, codec_id, group, weigh) for codec_id in codec_ids}
+    ids, found = list(codec_ids), dict[str, LayerConstants]()
+    for has_outliers in (False, True):
+        # Codecs that differ in their bits alone code the same numbers.
+        alike = [one for one in ids if one.has_outliers == has_outliers]
+        if alike:
+            constants = _fit_codecs(sample, alike, group, weigh)
+            found.update(zip((one.name for one in alike), constants, strict=True))
+    return {one.name: found[one.name] for one in ids}
 
 
-def _fit_codec(sample: LayerSample, codec_id: CodecId, group: int, weigh: Weigh) -> LayerConstants:
-    bits = codec_id.code_bits[0]
-    scales, zeros = fit_key_ranges(sample.keys, codec_id.has_outliers)
+def _fit_codecs(
+    sample: LayerSample, codec_ids: Sequence[CodecId], group: int, weigh: Weigh
+) -> list[LayerConstants]:
+    """Constants for codecs that all have outliers, or all none."""
+    first, bits = codec_ids[0], [one.code_bits[0] for one in codec_ids]
+    scales, zeros = fit_key_ranges(sample.keys, first.has_outliers)
     numbers = normalise_keys(sample.keys, scales, zeros)
     inliers = np.abs(numbers) <= 1
-    if not codec_id.has_outliers:
+    if not first.has_outliers:
         numbers, inliers = np.clip(numbers, -1, 1), np.ones_like(inliers)
     weights = weigh(sample.key_fisher, scales.astype(np.float32))
-    keys = fit_datatype(numbers[inliers], weights[inliers], bits)
+    keys = fit_datatypes(numbers[inliers], weights[inliers], bits)
 
     grouped = sample.values.reshape(-1, group)
-    value_scales, value_zeros, places = value_ranges(grouped, outliers_per_side(codec_id, group))
+    value_scales, value_zeros, places = value_ranges(grouped, outliers_per_side(first, group))
     numbers = np.clip(normalise_values(grouped, value_scales, value_zeros), -1, 1)
     inliers = np.ones(grouped.shape, bool)
     np.put_along_axis(inliers, places, False, axis=-1)
     weights = weigh(sample.value_fisher.reshape(-1, group), value_scales.astype(np.float32)[:, None])
-    values = fit_datatype(numbers[inliers], weights[inliers], bits)
-    return LayerConstants(scales, zeros, keys, values)
+    values = fit_datatypes(numbers[inliers], weights[inliers], bits)
+    return [LayerConstants(scales, zeros, *pair) for pair in zip(keys, values, strict=True)]
 
 
 def fit_key_ranges(keys: Floats, outliers: bool) -> tuple[Halves, Halves]:
@@ -106,18 +116,22 @@ def fit_key_ranges(keys: Floats, outliers: bool) -> tuple[Halves, Halves]:
     return np.maximum(scales, MIN_SCALE), zeros
 
 
-def fit_datatype(numbers: Floats, weights: Floats, bits: int) -> Datatype:
-    """The 2^bits numbers with the least weighted square error for normalised inliers (section 3.3, equation 7).
+def fit_datatypes(numbers: Floats, weights: Floats, bits: Sequence[int]) -> list[Datatype]:
+    """The 2^b numbers with the least weighted square error for normalised inliers, for each b of `bits` (section 3.3,
+    equation 7).
 
     Args:
         numbers: [n] in −1 to 1.
         weights: [n], squared gradient times squared scale.
-        bits: of a code. At 2 bits, levels are corrected by Q-Norm.
+        bits: of codes. At 2 bits, levels are corrected by Q-Norm.
     """
     weights = weights if weights.any() else np.ones_like(weights)
-    centroids = weighted_kmeans(numbers, weights, 1 << bits).astype(np.float32)
-    levels = correct_levels(numbers, weights, centroids) if bits == QNORM_BITS else centroids.copy()
-    return Datatype(centroids, levels)
+    found = []
+    for one, clusters in zip(bits, weighted_kmeans(numbers, weights, [1 << b for b in bits]), strict=True):
+        centroids = clusters.astype(np.float32)
+        levels = correct_levels(numbers, weights, centroids) if one == QNORM_BITS else centroids.copy()
+        found.append(Datatype(centroids, levels))
+    return found
 
 
 def correct_levels(numbers: Floats, weights: Floats, centroids: Floats) -> Floats:
@@ -140,8 +154,11 @@ def _weigh_moments(numbers: Floats, weights: Floats) -> tuple[float, float]:
     return float(mean), float(np.sqrt((np.square(numbers - mean) * weights).sum() / total))
 
 
-def weighted_kmeans(points: NDArray[np.floating], weights: NDArray[np.floating], count: int) -> Doubles:
-    """`count` centroids of weighted points on a line, ascending, with the least sum of weight · distance².
+def weighted_kmeans(
+    points: NDArray[np.floating], weights: NDArray[np.floating], counts: Sequence[int]
+) -> list[Doubles]:
+    """For each of `counts` as many centroids of weighted points on a line, ascending, with the least sum of
+    weight · distance².
 
     With up to 512 points the result is the optimum; beyond that points are gathered into cells, the optimum over cells
     is found, and Lloyd's iteration over finer cells improves it. If there are fewer points than centroids,
@@ -154,7 +171,12 @@ def weighted_kmeans(points: NDArray[np.floating], weights: NDArray[np.floating],
         raise ValueError("k-means needs points, and weights that are finite and not negative")
     weights = weights if weights.any() else np.ones_like(weights)
     cells, mass = _gather_cells(points.astype(np.float64), weights.astype(np.float64), MAX_CELLS)
-    centroids = _split_exactly(*_gather_cells(cells, mass, MAX_EXACT_CELLS), count)
+    coarse = _gather_cells(cells, mass, MAX_EXACT_CELLS)
+    return [_improve_centroids(cells, mass, _split_exactly(*coarse, count)) for count in counts]
+
+
+def _improve_centroids(cells: Doubles, mass: Doubles, centroids: Doubles) -> Doubles:
+    """The centroids after Lloyd's iteration over cells."""
     total, moment = _running_sums(mass), _running_sums(mass * cells)
     for _ in range(MAX_ITERATIONS):
         cuts = np.searchsorted(cells, (centroids[:-1] + centroids[1:]) / 2)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.calibration.fitting import (
     correct_levels,
-    fit_datatype,
+    fit_datatypes,
     fit_key_ranges,
     fit_layer,
     weighted_kmeans,
@@ -48,7 +48,7 @@ def test_kmeans_finds_the_optimum(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     points, weights = rng.standard_normal(11), rng.exponential(1, 11)
     weights[rng.integers(11)] = 0
-    centroids = weighted_kmeans(points, weights, count)
+    [centroids] = weighted_kmeans(points, weights, [count])
     assert centroids.shape == (count,) and (np.diff(centroids) >= 0).all()
     assert loss(points, weights, centroids) == pytest.approx(brute_force(points, weights, count), abs=1e-12)
 
@@ -56,18 +56,19 @@ def test_kmeans_finds_the_optimum(seed: int, count: int) -> None:
 def test_kmeans_of_many_points_is_close_to_lloyd_max() -> None:
     """For a million Gaussian numbers the 8 best levels lose 0.03454 (Max, 1960, table I)."""
     points = np.random.default_rng(0).standard_normal(1_000_000)
-    centroids = weighted_kmeans(points, np.ones_like(points), 8)
+    [centroids] = weighted_kmeans(points, np.ones_like(points), [8])
     assert loss(points, np.ones_like(points), centroids) / len(points) == pytest.approx(0.03454, rel=0.01)
 
 
 def test_kmeans_with_fewer_points_than_centroids_and_without_weights() -> None:
     points = np.array([0.5, -0.5, 0.5])
-    assert weighted_kmeans(points, np.zeros(3), 4).tolist() == [-0.5, 0.5, 0.5, 0.5]
+    [found] = weighted_kmeans(points, np.zeros(3), [4])
+    assert found.tolist() == [-0.5, 0.5, 0.5, 0.5]
     for bad in (np.array([1.0, -1, 1]), np.array([1.0, np.nan, 1]), np.array([1.0, np.inf, 1])):
         with pytest.raises(ValueError, match="finite and not negative"):
-            weighted_kmeans(points, bad, 2)
+            weighted_kmeans(points, bad, [2])
     with pytest.raises(ValueError, match="needs points"):
-        weighted_kmeans(points[:0], points[:0], 2)
+        weighted_kmeans(points[:0], points[:0], [2])
 
 
 def test_ranges_of_keys_are_quantiles_or_extremes() -> None:
@@ -86,24 +87,22 @@ def test_ranges_of_keys_are_quantiles_or_extremes() -> None:
 
 def test_weights_move_levels_to_where_errors_cost() -> None:
     numbers = np.linspace(-1, 1, 4001, dtype=np.float32)
-    flat = fit_datatype(numbers, np.ones_like(numbers), 3)
-    heavy = fit_datatype(numbers, np.where(numbers > 0.5, np.float32(100), np.float32(1)), 3)
+    [flat] = fit_datatypes(numbers, np.ones_like(numbers), [3])
+    [heavy] = fit_datatypes(numbers, np.where(numbers > 0.5, np.float32(100), np.float32(1)), [3])
     assert np.allclose(flat.centroids, np.linspace(-0.875, 0.875, 8), atol=2e-3)
     assert (heavy.centroids > 0.5).sum() > (flat.centroids > 0.5).sum()
 
 
 def test_q_norm_restores_mean_and_deviation() -> None:
     numbers = np.clip(np.random.default_rng(0).standard_normal(20_000) / 3 + 0.1, -1, 1).astype(np.float32)
-    datatype = fit_datatype(numbers, np.ones_like(numbers), 2)
+    [datatype] = fit_datatypes(numbers, np.ones_like(numbers), [2])
     codes = assign_codes(numbers, datatype.centroids)
     assert datatype.centroids[codes].std() < 0.98 * numbers.std()
     expanded = datatype.levels[codes]
     assert expanded.std() == pytest.approx(numbers.std(), rel=1e-4)
     assert expanded.mean() == pytest.approx(numbers.mean(), abs=1e-5)
-    assert np.array_equal(
-        fit_datatype(numbers, np.ones_like(numbers), 3).levels,
-        fit_datatype(numbers, np.ones_like(numbers), 3).centroids,
-    )
+    [three_bits] = fit_datatypes(numbers, np.ones_like(numbers), [3])
+    assert np.array_equal(three_bits.levels, three_bits.centroids)
     constant = np.full(5, 0.5, np.float32)
     assert correct_levels(constant, constant, constant).tolist() == constant.tolist()
 
@@ -112,13 +111,14 @@ def test_q_norm_weighs_as_the_centroids_do() -> None:
     rng = np.random.default_rng(1)
     numbers = rng.uniform(-1, 1, 5000).astype(np.float32)
     weights = rng.exponential(1, 5000).astype(np.float32) * (numbers > 0)
-    datatype = fit_datatype(numbers, weights, 2)
+    [datatype] = fit_datatypes(numbers, weights, [2])
     expanded = datatype.levels[assign_codes(numbers, datatype.centroids)]
     for moment in (1, 2):
         expected = np.average(numbers.astype(np.float64) ** moment, weights=weights)
         found = np.average(expanded.astype(np.float64) ** moment, weights=weights)
         assert found == pytest.approx(expected, rel=1e-4)
-    assert np.isfinite(fit_datatype(numbers, np.zeros_like(weights), 2).levels).all()
+    [unweighted] = fit_datatypes(numbers, np.zeros_like(weights), [2])
+    assert np.isfinite(unweighted.levels).all()
 
 
 def test_a_layer_is_fitted_the_same_way_twice() -> None:
@@ -142,7 +142,7 @@ def test_keys_are_easier_to_code_before_rotation() -> None:
     def error(keys: Floats) -> float:
         scales, zeros = fit_key_ranges(keys, outliers=False)
         numbers = np.clip(normalise_keys(keys, scales, zeros), -1, 1)
-        datatype = fit_datatype(numbers.reshape(-1), np.ones(numbers.size, np.float32), 3)
+        [datatype] = fit_datatypes(numbers.reshape(-1), np.ones(numbers.size, np.float32), [3])
         coded = datatype.levels[assign_codes(numbers, datatype.centroids)]
         return float(np.square((coded - numbers) * scales.astype(np.float32)).mean())
 

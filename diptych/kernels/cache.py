@@ -50,6 +50,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
+from diptych.kernels.addresses import note_addresses
 from diptych.launch.own_packages import PACKAGES
 
 if "scipy.linalg" not in sys.modules:
@@ -83,6 +84,8 @@ def cached(function: F, **options: Any) -> Any:
     if folder is not None and compiling is not None:
         kernel._cache = _KernelCache(function, folder, options)
         kernel.compile = kernel._cache.guard_compile(compiling)
+    if compiling is not None:
+        note_addresses(kernel)
     return kernel
 
 

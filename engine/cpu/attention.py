@@ -288,13 +288,13 @@ class CpuAttention:
         if data.dtype != torch.float32 or not data[0].is_contiguous():
             raise ValueError(f"CPU attention needs a contiguous float32 pool, not {data.dtype}")
         self.layout, self.data, self.heads = layout, data, heads
-        # In floats. Slabs may lie further apart than they are long.
-        self._slab = data.stride(0)
-        self._flat = data.as_strided((self._slab * len(data),), (1,)).numpy()
-        self._layer = layout.layer_bytes // layout.itemsize
-        self._write = build_write_kernel(layout.head_dim)
-        self._decode = build_decode_kernel(layout.head_dim)
-        self._shared = build_shared_prefix_kernel(layout.head_dim)
+        # Slabs may lie further apart than they are long.
+        self.slab_floats = data.stride(0)
+        self.flat: Floats = data.as_strided((self.slab_floats * len(data),), (1,)).numpy()
+        self.layer_floats = layout.layer_bytes // layout.itemsize
+        self.write_kernel = build_write_kernel(layout.head_dim)
+        self.decode_kernel = build_decode_kernel(layout.head_dim)
+        self.shared_kernel = build_shared_prefix_kernel(layout.head_dim)
         self._span = build_prefill_kernel(layout.head_dim)
         self.alone = crossover_queries(heads // layout.kv_heads)
 
@@ -307,9 +307,9 @@ class CpuAttention:
 
         qkv: [rows, (heads + 2 * kv_heads) * head_dim]. rotary: cosines and sines, [positions, head_dim / 2].
         """
-        self._write(
+        self.write_kernel(
             qkv.numpy(), batch.positions, batch.slots, *rotary, *norms, eps,
-            self._flat, self._slab, layer * self._layer, self.heads, self.layout.kv_heads,
+            self.flat, self.slab_floats, layer * self.layer_floats, self.heads, self.layout.kv_heads,
         )  # fmt: skip
 
     def decode(
@@ -323,10 +323,12 @@ class CpuAttention:
             return
         plan = worthwhile_plan(batch, window, self.alone, self.heads // self.layout.kv_heads)
         tops, totals = np.empty((2, len(batch.rows), self.heads), np.float32)
-        place = (self._flat, self._slab, layer * self._layer, self.heads, self.layout.kv_heads)
+        place = (self.flat, self.slab_floats, layer * self.layer_floats, self.heads, self.layout.kv_heads)
         if len(plan.runs):
-            self._shared(qkv.numpy(), batch.rows, batch.table, plan.runs, *place, out.numpy(), tops, totals)
-        self._decode(
+            self.shared_kernel(
+                qkv.numpy(), batch.rows, batch.table, plan.runs, *place, out.numpy(), tops, totals
+            )
+        self.decode_kernel(
             qkv.numpy(), batch.rows, batch.lengths, batch.table, plan.shared, tops, totals, *place, window,
             out.numpy(),
         )  # fmt: skip
@@ -337,6 +339,6 @@ class CpuAttention:
         """Causal attention of one prefill span over its prefix and itself, into its rows of `out`."""
         rows = slice(span.row, span.row + span.count)
         self._span(
-            qkv[rows].numpy(), span.start, span.slabs.numpy(), self._flat, self._slab, layer * self._layer,
+            qkv[rows].numpy(), span.start, span.slabs.numpy(), self.flat, self.slab_floats, layer * self.layer_floats,
             self.heads, self.layout.kv_heads, window, out[rows].numpy(),
         )  # fmt: skip

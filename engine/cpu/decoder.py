@@ -70,7 +70,7 @@ class CpuDecoder:
         delta = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
             delta = self.compute_layer(index, layer, x, delta, batch, attention, done)
-        return self._finish_stage(x, delta, batch)
+        return self.finish_stage(x, delta, batch)
 
     def compute_layer(
         self,
@@ -108,11 +108,25 @@ class CpuDecoder:
     ) -> torch.Tensor:
         """Stores the keys and values of a layer's rows, and returns the attention output of all rows."""
         qkv = layer.qkv(normed)  # [rows, (heads + 2 * kv_heads) * head_dim]
+        mixed = qkv.new_zeros(qkv.shape[0], self.heads * self.config.head_dim)
+        self.attend(index, layer, qkv, batch, attention, mixed, done)
+        return mixed
+
+    def attend(
+        self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, attention: PagedAttention,
+        mixed: torch.Tensor, done: OnLayersDone | None,
+    ) -> None:  # fmt: skip
+        """Store the keys and values of a layer's rows, and compute the attention of all rows into `mixed`.
+
+        `mixed` is [rows, heads * head_dim], and zero before; padding rows stay so. `done` is as for `forward`.
+        """
         rotary, norms = (self.cos, self.sin), (layer.q_norm, layer.k_norm)
         attention.write(index, qkv, batch, rotary, norms, self.config.eps)
         if done is not None:
             done(index + 1)
-        return self._attend_batch(index, layer, qkv, batch, attention)
+        attention.decode(index, qkv, batch, layer.window, mixed)
+        for span in batch.spans:
+            attention.prefill(index, qkv, span, layer.window, mixed)
 
     def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The input of the model's first layer, [tokens, hidden]."""
@@ -130,7 +144,7 @@ class CpuDecoder:
             return self.embed_tokens(batch.tokens)
         return self.communicator.receive(len(batch.tokens))
 
-    def _finish_stage(self, x: torch.Tensor, delta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+    def finish_stage(self, x: torch.Tensor, delta: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """Send the activations to the next stage, or compute the logits from them."""
         if not self.placement.last:
             self.communicator.send(x.add_(delta))
@@ -149,13 +163,3 @@ class CpuDecoder:
         share = self.placement.share(self.config.vocab)
         own = sum_spans(normed, pools)[:, share.start : share.stop]
         return functional.pad(own, (0, share.stop - share.start - own.shape[1]))
-
-    def _attend_batch(
-        self, index: int, layer: CpuLayer, qkv: torch.Tensor, batch: ForwardBatch, attention: PagedAttention
-    ) -> torch.Tensor:
-        """Attention output of all rows, [rows, heads * head_dim]; padding rows are zero."""
-        mixed = qkv.new_zeros(qkv.shape[0], self.heads * self.config.head_dim)
-        attention.decode(index, qkv, batch, layer.window, mixed)
-        for span in batch.spans:
-            attention.prefill(index, qkv, span, layer.window, mixed)
-        return mixed

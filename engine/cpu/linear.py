@@ -103,7 +103,7 @@ class PackedLinear:
     def __init__(self, matrix: PackedMatrix) -> None:
         self.outputs, self.inputs, self.kind = matrix.outputs, matrix.inputs, matrix.kind
         self.weight, self.bias = matrix.panels, matrix.bias
-        self._kernel_sizes = panel_items(self.kind, self.inputs), tile_rows(self.kind)
+        self.kernel_sizes = panel_items(self.kind, self.inputs), tile_rows(self.kind)
         threads = torch.get_num_threads() if self.outputs * self.inputs >= MIN_THREADED_WEIGHTS else 1
         share = -(-len(self.bias) // PANEL_OUTPUTS // threads) * PANEL_OUTPUTS
         self._parts = [(begin, min(begin + share, self.outputs)) for begin in range(0, self.outputs, share)]
@@ -115,12 +115,17 @@ class PackedLinear:
         """The product with a float32 weight, packed into memory of its own; raises as `PackedMatrix.pack`."""
         return cls(PackedMatrix.pack(weight, bias, kind))
 
+    @property
+    def has_one_thread(self) -> bool:
+        """Whether the thread that calls computes all outputs."""
+        return len(self._parts) == 1
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, inputs], contiguous with at least `MIN_ROWS` rows, to [rows, outputs]."""
         rows, depth = x.shape
         assert rows >= MIN_ROWS and depth == self.inputs, f"{list(x.shape)} does not fit {self.inputs} inputs"
         out = np.empty((rows, self.outputs), np.float32)
-        flat = x.numpy().reshape(-1), depth, self.weight, *self._kernel_sizes, self.bias
+        flat = x.numpy().reshape(-1), depth, self.weight, *self.kernel_sizes, self.bias
         mine, *others = self._parts
         waiting = [
             _thread_pool(len(others)).submit(multiply_panels, *flat, *part, self.outputs, out.reshape(-1))

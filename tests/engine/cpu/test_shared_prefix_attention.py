@@ -178,13 +178,13 @@ def test_extreme_scores_do_not_overflow() -> None:
 def test_a_kernel_that_skips_a_run_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail."""
     tree = Tree(32, 1, 2, [(0, 0)] * 8, [3] * 8)
-    whole = tree.pages._shared
+    whole = tree.pages.shared_kernel
 
     def forgetful(qkv: Any, rows: Any, table: Any, runs: Any, *rest: Any) -> None:
         shorter = runs.copy()
         shorter[:, 1] -= 1
         whole(qkv, rows, table, shorter, *rest)
 
-    monkeypatch.setattr(tree.pages, "_shared", forgetful)
+    monkeypatch.setattr(tree.pages, "shared_kernel", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         tree.check()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -19,13 +20,24 @@ PACKAGES = tuple(name for name in WHEEL_PACKAGES if name != "models")
 @cache
 def trees() -> Mapping[Path, ast.Module]:
     """Every source file of the product, parsed; paths are relative to the repository."""
-    return parsed_files(*PACKAGES)
+    gc.disable()  # which would look through what is kept anyway, again and again
+    try:
+        return dict(parsed_files(*PACKAGES))
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
-def parsed_files(*folders: str) -> Mapping[Path, ast.Module]:
-    """Every source file below these folders, parsed; paths are relative to the repository."""
-    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
-    return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+@cache
+def product_nodes() -> Mapping[Path, list[ast.AST]]:
+    """All nodes of every source file of the product, as `ast.walk` gives them, which takes long."""
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+
+
+def parsed_files(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    """Every source file below these folders, parsed one by one; paths are relative to the repository."""
+    for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        yield file.relative_to(ROOT), ast.parse(file.read_text(encoding="utf-8"))
 
 
 def dotted(path: Path) -> str:

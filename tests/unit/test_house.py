@@ -10,11 +10,11 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tests.support.product_trees import PACKAGES, ROOT, called_name, dotted, trees
+from tests.support.product_trees import PACKAGES, ROOT, called_name, dotted, product_nodes, trees
 
 MIN_WORDS = 1.5  # per function name, on average
 MAX_SHARED_CLASS_NAMES = 10
@@ -57,10 +57,8 @@ def banned_names(text: str) -> set[str]:
 
 def functions() -> Iterator[tuple[Path, Function]]:
     """All functions and methods."""
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, Function):
-                yield path, node
+    for path, nodes in product_nodes().items():
+        yield from ((path, node) for node in nodes if isinstance(node, Function))
 
 
 def public_functions() -> Iterator[tuple[str, Function]]:
@@ -94,22 +92,24 @@ def raised(function: Function) -> set[str]:
     return found - {"AssertionError", "NotImplementedError", "StopIteration"}
 
 
-def imported(path: Path, tree: ast.AST) -> set[str]:
+def imported(path: Path, nodes: Iterable[ast.AST]) -> set[str]:
     """Modules of the product that a module imports at any time, also by name."""
-    found = set[str]()
-    for node in ast.walk(tree):
+    found, calls = set[str](), list[ast.AST]()
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    found |= imported_by_name(tree)
+        elif isinstance(node, ast.Call):
+            calls.append(node)
+    found |= imported_by_name(calls)
     return {name for name in found if name in modules() and name != dotted(path)}
 
 
-def imported_by_name(tree: ast.AST) -> set[str]:
+def imported_by_name(nodes: Iterable[ast.AST]) -> set[str]:
     """Modules of the product that calls of `import_module` may mean; what an f-string fills in may be anything."""
     found = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and node.args and called_name(node) == "import_module":
             pattern = _module_pattern(node.args[0])
             found |= {name for name in modules() if re.fullmatch(pattern, name)}
@@ -144,6 +144,12 @@ def _needed_by(name: str, left: Mapping[str, set[str]]) -> set[str]:
 
 
 @cache
+def module_edges() -> Mapping[str, set[str]]:
+    """What each module of the product imports."""
+    return {dotted(path): imported(path, nodes) for path, nodes in product_nodes().items()}
+
+
+@cache
 def modules() -> frozenset[str]:
     """The names of all modules of the product that are not empty packages."""
     return frozenset(dotted(path) for path, tree in trees().items() if tree.body)
@@ -168,8 +174,8 @@ def test_banned_words_are_in_no_name() -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     places = defaultdict[str, list[Path]](list)
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, nodes in product_nodes().items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     shared = {name: where for name, where in places.items() if len(where) > 1}
@@ -207,15 +213,15 @@ def test_public_functions_are_documented() -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Neither when it is imported, nor later, nor for types only."""
-    assert circular({dotted(path): imported(path, tree) for path, tree in trees().items() if tree.body}) == []
+    assert circular({name: needs for name, needs in module_edges().items() if name in modules()}) == []
 
 
 def test_one_module_imports_upwards_by_name() -> None:
     """`.importlinter` does not see such imports. The entry point checks all packages, and imports the commands then."""
     upwards = [
         (str(path), name)
-        for path, tree in trees().items()
-        for name in imported_by_name(tree)
+        for path, nodes in product_nodes().items()
+        for name in imported_by_name(nodes)
         if PACKAGES.index(name.partition(".")[0]) > PACKAGES.index(path.parts[0])
     ]
     assert upwards == [("diptych/launch/entry.py", "services.cli.main")]
@@ -224,13 +230,13 @@ def test_one_module_imports_upwards_by_name() -> None:
 def test_planner_and_router_are_all_in_use() -> None:
     """Everything in them is reached from a service."""
     edges = dict[str, set[str]]()
-    for path, tree in trees().items():
+    for path, nodes in product_nodes().items():
         named = {
             node.value
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules()
         }
-        edges[dotted(path)] = imported(path, tree) | named
+        edges[dotted(path)] = module_edges()[dotted(path)] | named
     seen, todo = set[str](), [name for name in modules() if name.startswith("services.")]
     while todo:
         name = todo.pop()
@@ -260,9 +266,9 @@ importlib.import_module("services.cli.main")
 import_module(f"services.cli.{name}.flags")
 import_module(name)
 """
-    found = imported(Path("planner/types.py"), ast.parse(source))
+    found = imported(Path("planner/types.py"), ast.walk(ast.parse(source)))
     assert {"router.effects", "engine.loop", "services.cli.main", "services.cli.plan.flags"} < found
     assert all(name.startswith("services.cli.") for name in found - {"router.effects", "engine.loop"})
-    assert "services.cli.main" in imported_by_name(ast.parse("import_module('services.cli.main')"))
+    assert "services.cli.main" in imported_by_name(ast.walk(ast.parse("import_module('services.cli.main')")))
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set[str](), "e": {"d", "c"}}
     assert circular(edges) == ["b", "c"] and circular({"a": {"b"}, "b": set()}) == []

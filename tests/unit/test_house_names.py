@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.support.product_trees import PACKAGES, ROOT, trees
+from tests.support.product_trees import PACKAGES, ROOT, product_nodes
 
 MIN_SHARED = 0.95
 MAX_METHOD_LINES = 250  # of a class, docstrings left out
@@ -52,16 +52,16 @@ def classes_in(annotation: ast.expr, classes: frozenset[str]) -> set[str]:
     return (named | {node.attr for node in nodes if isinstance(node, ast.Attribute)}) & classes
 
 
-def typed_names(tree: ast.Module, classes: frozenset[str]) -> Iterator[tuple[int, str, set[str]]]:
+def typed_names(nodes: list[ast.AST], classes: frozenset[str]) -> Iterator[tuple[int, str, set[str]]]:
     """Parameters, fields and typed locals whose type is one of `classes`: line, name, classes."""
     foreign = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in PACKAGES
         for alias in node.names
     }
     ours = classes - foreign
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, Function):
             given = node.args
             for one in (*given.posonlyargs, *given.args, *given.kwonlyargs):
@@ -98,12 +98,12 @@ def words_by_hand(text: str) -> int:
 
 def test_typed_names_share_a_word_with_their_class() -> None:
     classes = frozenset(
-        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name for nodes in product_nodes().values() for node in nodes if isinstance(node, ast.ClassDef)
     )
     found = [
         (shares_word(name, named), f"{path}:{line} {name}: {', '.join(sorted(named))}")
-        for path, tree in trees().items()
-        for line, name, named in typed_names(tree, classes)
+        for path, nodes in product_nodes().items()
+        for line, name, named in typed_names(nodes, classes)
     ]
     counted = [shares for shares, _ in found if shares is not None]
     assert len(counted) > 3000
@@ -113,8 +113,8 @@ def test_typed_names_share_a_word_with_their_class() -> None:
 def test_classes_are_small() -> None:
     sizes = {
         f"{path}:{node.name}": method_lines(node)
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, nodes in product_nodes().items()
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     }
     assert {place: size for place, size in sizes.items() if size > MAX_METHOD_LINES} == {}
@@ -137,7 +137,8 @@ def test_the_rules_can_fail() -> None:
         "def g(before: ChosenPair, by_name: dict[str, ChosenPair]): pass\n"
     )
     found = {
-        name: shares_word(name, named) for _, name, named in typed_names(tree, frozenset({"ChosenPair"}))
+        name: shares_word(name, named)
+        for _, name, named in typed_names([*ast.walk(tree)], frozenset({"ChosenPair"}))
     }
     assert found == {"choice": False, "pairs": True, "before": None}
     (cls, _) = tree.body

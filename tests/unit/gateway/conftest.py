@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,13 @@ from tests.support.model_folder import make_folder
 
 
 @pytest.fixture
-def own_garbage() -> Iterator[None]:
+def own_garbage() -> None:
     """What exists by now is left alone by the garbage collector, as in the gateway's process.
 
     A test process holds much more, and would be measured looking through it.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ async def connect_unix(address: str) -> socket.socket:
         await _connect(connection, address)
         if not is_same_user(connection):
             raise ConnectionRefusedError("the socket is another user's")
-    except OSError:
+    except BaseException:
         connection.close()
         raise
     return connection

@@ -98,6 +98,13 @@ async def test_who_connects_waits_while_too_many_are_not_accepted(monkeypatch: p
         full = [await connect_unix(address) for _ in range(2)]
         with pytest.raises(BlockingIOError):
             await connect_unix(address)
+        monkeypatch.setattr(frame_link, "CONNECT_S", 10.0)
+        given_up = asyncio.create_task(connect_unix(address))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        # A socket that stays open would be a warning, and so an error.
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
         for one in full:
             one.close()
 

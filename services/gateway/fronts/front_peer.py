@@ -49,6 +49,7 @@ LINK_FULL = RequestFailure(
     FailureReason.ANSWER_MEMORY_FULL,
     "log-probabilities of prompts fill the memory that the gateway has for them; ask for fewer at once",
 )
+KEY_GONE = RequestFailure(FailureReason.INVALID_API_KEY, "the API key is not accepted any more")
 
 
 class FrontOwner(Protocol):
@@ -151,13 +152,18 @@ class FrontPeer:
         )
 
     def _admit_later(self, asked: AskAdmission) -> None:
-        """Answer when the keys' file is read: the front has seen a newer one, and the key's rates are in it."""
+        """Answer when the keys' file is read. Either the front has seen a newer one, and the key's rates are in it, or
+        it has not yet seen that the key is gone, which then would have no rates.
+        """
         assert self._key_watch is not None
         watch = self._key_watch
 
         async def admit() -> None:
             await watch.wait_for_tenant(asked.tenant)
-            self.link.send(self._check_admission(asked.number, asked.tenant, asked.rated))
+            if watch.keys.accepts_tenant(asked.tenant):
+                self.link.send(self._check_admission(asked.number, asked.tenant, asked.rated))
+            else:
+                self.link.send(AdmissionAnswer(asked.number, KEY_GONE))
 
         task = asyncio.create_task(admit())
         self._admitting.add(task)

@@ -211,6 +211,14 @@ async def test_a_key_that_only_the_front_knows_yet_is_rated(pair: Pair, tmp_path
     assert status == 204 and (b"x-ratelimit-limit-requests", b"2") in headers
 
 
+async def test_a_key_that_has_left_the_file_is_refused_though_a_front_still_knows_it(
+    pair: Pair, tmp_path: Path
+) -> None:
+    write_keys(tmp_path / "keys.yaml", [{**KEY, "name": "new", "key": "n" * 20}])
+    for tenant, status in ((TEAM, 204), (tenant_of_name("new"), 204), (TEAM, 401), (ANYBODY, 204)):
+        assert (await ask(pair, tenant))[0] == status
+
+
 async def test_a_front_that_leaves_tells_what_it_has_counted(pair: Pair) -> None:
     pair.client.count = lambda number: Counts(number, 3, {})
     await pair.client.leave()

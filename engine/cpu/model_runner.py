@@ -182,9 +182,9 @@ class CpuModelRunner:
         """Compute a step. Returns logits per work, float32 [rows, vocab] with rows = 1, len(tokens) or 0; or a sum of
         hidden states [1, hidden].
 
-        The caller may change the logits. `done` is called after each layer with the number of layers whose KV is
-        complete. With several ranks no rank knows how far the others are, so `done` is called once, when all have
-        finished.
+        The caller may change the logits. `done` is called with the number of layers whose KV is complete: after each
+        layer, or once, when all are. That is so if the step is one call (`engine.cpu.fused_step`), or has several
+        ranks, of which none knows how far the others are.
 
         Raises:
             ValueError: a work is empty, too long, or has too few slabs, or there are more first tokens than the pool's

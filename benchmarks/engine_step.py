@@ -6,6 +6,7 @@ In process, the embedded model, sequences of `LENGTH` tokens; CPU seconds of the
 
     step_over_kernels_b*   a step / its products and attention alone, called one after another from machine code
     layered_over_step_b*   the same step by the layered path, which steps with many rows take / a step
+    step_ms_b*             a step, in milliseconds
     same_bits              the share of batches of 1 to 64 rows whose logits are equal to the bit on both paths
 """
 

@@ -169,7 +169,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
             assert (found - expected).norm() <= 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%", "tq4", "int8", "bf16"])
+@pytest.mark.parametrize("name", ["nuq4-1%", "nuq3-1%", "tq4", "int4", "bf16"])
 def test_coded_steps_equal_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     path = make_folder(tmp_path, "llama", **SHAPE)
     files = Checkpoint.resolve(str(path))

@@ -79,7 +79,8 @@ class ForwardBatch:
 def split_results(results: torch.Tensor, works: Sequence[StepWork], hidden: int) -> list[torch.Tensor]:
     """The results of each work: its logits [rows, vocab], or a sum of hidden states [1, hidden]."""
     if all(work.logits == "last" for work in works):
-        return list(torch.split(results[: len(works)], 1))
+        # As `torch.split` does, in half of the time.
+        return list(results[: len(works)].unsqueeze(1).unbind())
     pooled = [work.pooled_rows is not None for work in works]
     order = sorted(range(len(works)), key=pooled.__getitem__)
     counts = [works[index].wanted for index in order]
@@ -171,7 +172,7 @@ def _pack_plain_decodes(works: Sequence[StepWork], sinks: Sequence[int]) -> Forw
     for index, line in enumerate(lines):
         table[index, : len(line)] = line
     return ForwardBatch(
-        tokens=torch.tensor([work.tokens[0] for work in works]),
+        tokens=torch.from_numpy(np.array([work.tokens[0] for work in works], np.int64)),
         positions=positions,
         slots=np.array([line[chunk] for line, chunk in zip(slabs, full, strict=True)], np.int64),
         rows=rows,

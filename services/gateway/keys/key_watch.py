@@ -33,6 +33,8 @@ class KeyFileWatch:
         self._files, [self.path] = files, files.paths
         # One look at a time: a second one would see no change before the first has read the file.
         self._looking = asyncio.Lock()
+        # One search for tenants at a time, and when the latest one began (monotonic seconds).
+        self._searching, self._searched_s = asyncio.Lock(), 0.0
 
     async def run_forever(self) -> None:
         """Look at the file, until cancelled."""
@@ -46,12 +48,20 @@ class KeyFileWatch:
             await self._look()
 
     async def wait_for_tenant(self, tenant: str) -> None:
-        """Look until a tenant is accepted that another process has found in the file already, or for a moment."""
-        for _ in range(NUM_LOOKS):
-            await self.look()
-            if self.keys.accepts_tenant(tenant):
+        """Look until a tenant is accepted that another process has found in the file already, or for a moment.
+
+        What others found meanwhile counts, so many who wait take two moments at most.
+        """
+        asked_s = time.monotonic()
+        async with self._searching:
+            if self._searched_s > asked_s:
                 return
-            await asyncio.sleep(LOOK_S / NUM_LOOKS)
+            self._searched_s = time.monotonic()
+            for _ in range(NUM_LOOKS):
+                await self.look()
+                if self.keys.accepts_tenant(tenant):
+                    return
+                await asyncio.sleep(LOOK_S / NUM_LOOKS)
 
     async def _look(self) -> None:
         if not await asyncio.to_thread(self._files.have_changed):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from diptych.errors import ConfigError
-from services.gateway.keys.key_watch import KeyFileWatch, open_named_keys
-from services.gateway.keys.named_keys import NamedKeys
+from services.gateway.keys.key_watch import NUM_LOOKS, KeyFileWatch, open_named_keys
+from services.gateway.keys.named_keys import NamedKeys, tenant_of_name
 from tests.unit.gateway.keys.named_file import write_keys
 
 A, B = {"name": "a", "key": "a" * 20}, {"name": "b", "key": "b" * 20}
@@ -115,3 +115,23 @@ def test_a_gateway_does_not_start_with_a_wrong_file(file: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError):
         open_named_keys(str(file), ())
+
+
+def test_many_who_wait_for_a_tenant_share_the_looks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = [], KeyFileWatch.look
+
+    async def count(watch: KeyFileWatch) -> None:
+        looks.append(watch)
+        await look(watch)
+
+    monkeypatch.setattr(KeyFileWatch, "look", count)
+
+    async def steps(keys: NamedKeys, watch: KeyFileWatch) -> None:
+        await asyncio.gather(*(watch.wait_for_tenant("nobody") for _ in range(50)))
+        assert len(looks) <= 2 * NUM_LOOKS
+        write_keys(file, [A, B])
+        tenant = tenant_of_name("b")
+        await asyncio.gather(*(watch.wait_for_tenant(tenant) for _ in range(3)))
+        assert keys.accepts_tenant(tenant)
+
+    watched(file, steps)

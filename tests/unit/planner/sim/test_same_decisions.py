@@ -8,6 +8,7 @@ multiple of 2^-32, so that sums of them are exact and equal moments are equal.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -110,9 +111,7 @@ class Simulated:
     num_overdrafts: int
 
 
-def simulated(
-    deployment: SimDeployment, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, skips: bool = False
-) -> Simulated:
+def simulated(deployment: SimDeployment, jobs: list[Job], skips: bool = False) -> Simulated:
     plans: list[tuple[str, float, StepPlan]] = []
     served: list[JobResult] = []
     roles = [
@@ -127,7 +126,7 @@ def simulated(
         name = next(names)
         return Noted(limits, lambda plan: plans.append((name, simulation.events.now_s, plan)))
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner.sim.exact.engine, "Scheduler", scheduler)
         patch.setattr(planner.sim.exact.simulate, "Relay", NotedRelay)
         simulation.run(jobs)
@@ -264,12 +263,18 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
 }
 
 
+@cache
+def simulated_case(name: str, skips: bool = False) -> Simulated:
+    """A case's run, which several tests look at."""
+    return simulated(*CASES[name], skips)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_simulator_decides_as_the_product_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_decides_as_the_product_does(name: str) -> None:
     deployment, jobs = CASES[name]
     world = World(deployment)
     world.run(jobs)
-    there = simulated(deployment, jobs, monkeypatch)
+    there = simulated_case(name)
     assert len(there.served) == len(jobs) == len(world.ended_s)
     assert there.orders == world.relay.noted
     assert sorted(there.plans, key=lambda plan: plan[:2]) == sorted(world.plans, key=lambda plan: plan[:2])
@@ -282,15 +287,14 @@ def test_the_simulator_decides_as_the_product_does(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_skipping_steps_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment, jobs = CASES[name]
-    each, some = (simulated(deployment, jobs, monkeypatch, skips) for skips in (False, True))
+def test_skipping_steps_changes_nothing(name: str) -> None:
+    each, some = simulated_case(name), simulated_case(name, skips=True)
     assert some.orders == each.orders
     assert some.served == each.served
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_skipping_steps_changes_nothing_for_any_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_steps_changes_nothing_for_any_seed(seed: int) -> None:
     """Long answers, so that runs are long and cross what the relay has booked; beats at odd moments; KV sent ahead."""
     pools = ((PREFILL, 1), (DECODE, 2)) if seed % 2 else ((BOTH, 2),)
     room = 64 * (18 + 40 * (seed % 3))
@@ -298,19 +302,19 @@ def test_skipping_steps_changes_nothing_for_any_seed(seed: int, monkeypatch: pyt
     if seed > 3:
         deployment = replace(deployment, pipelined=True, link=LinkSpec(1e6, 1e-4))
     jobs = trace(40, 12.0 + 4.0 * seed, 100 + seed, spread=1.6)
-    each, some = (simulated(deployment, jobs, monkeypatch, skips) for skips in (False, True))
+    each, some = (simulated(deployment, jobs, skips) for skips in (False, True))
     assert (some.orders, some.served) == (each.orders, each.served)
     assert len(some.plans) < 0.8 * len(each.plans)
 
 
-def test_the_cases_are_hard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cases_are_hard() -> None:
     """Preemption, chunks and whole prompts do happen in them."""
     names = "colocated, hardly any room", "colocated, whole prompts", "slow link"
-    tight, whole, many = (simulated(*CASES[name], monkeypatch, skips=True).plans for name in names)
+    tight, whole, many = (simulated_case(name, skips=True).plans for name in names)
     assert any(plan.preempted is not None for _, _, plan in tight)
     for name in ("1P1D, eviction, hardly any room", "colocated, eviction, hardly any room"):
-        assert simulated(*CASES[name], monkeypatch).num_preempted, name
+        assert simulated_case(name).num_preempted, name
     for name in [name for name in CASES if "overdraft" in name]:
-        assert simulated(*CASES[name], monkeypatch).num_overdrafts, name
+        assert simulated_case(name).num_overdrafts, name
     assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128
     assert any(len(plan.prefill) > 1 for _, _, plan in many)

@@ -11,12 +11,28 @@ from diptych.slo import Slo
 from planner.hardware import find_device
 from planner.kv_links import parse_link
 from planner.placement.problem import NodeGroup
-from planner.placement.solve import solve_placement
-from planner.report.whatif import apply_change, ask_what_if, compare_answers, spread_over_nodes
+from planner.placement.solve import Solution, solve_placement
+from planner.report.whatif import (
+    WhatIfAnswer,
+    apply_change,
+    ask_what_if,
+    compare_answers,
+    spread_over_nodes,
+)
 from planner.types import LinkSpec
 from tests.unit.planner.small_problems import question
 
 BASE = question(nodes=2, rate=5.0)
+
+
+@pytest.fixture(scope="module")
+def base() -> Solution:
+    return solve_placement(question())
+
+
+@pytest.fixture(scope="module")
+def looser() -> WhatIfAnswer:
+    return ask_what_if(question(), "ttft=x4")
 
 
 def test_objectives_change_for_every_kind() -> None:
@@ -87,11 +103,9 @@ def test_more_cores_are_cores_of_the_same_machine() -> None:
     assert (more.nodes, more.devices_per_node) == (1, 9)
 
 
-def test_a_link_between_nodes_that_are_not_there_is_refused() -> None:
-    request = question()
-    base, other = solve_placement(request), ask_what_if(request, "link=25Gbps")
-    assert "there is one node" in compare_answers(base, other)[-1]
-    assert "one node" not in "".join(compare_answers(base, ask_what_if(request, "ttft=x2")))
+def test_a_link_between_nodes_that_are_not_there_is_refused(base: Solution, looser: WhatIfAnswer) -> None:
+    assert "there is one node" in compare_answers(base, ask_what_if(question(), "link=25Gbps"))[-1]
+    assert "one node" not in "".join(compare_answers(base, looser))
 
 
 @pytest.mark.parametrize(
@@ -105,15 +119,12 @@ def test_what_cannot_be_read_is_refused(change: str) -> None:
     assert len(caught.value.lines()) <= 6 and caught.value.fix
 
 
-def test_answers_are_compared() -> None:
-    request = question()
-    base = solve_placement(request)
-    looser = ask_what_if(request, "ttft=x4")
+def test_answers_are_compared(base: Solution, looser: WhatIfAnswer) -> None:
     assert looser.solution is not None
     assert looser.solution.best_candidate.goodput_rps >= base.best_candidate.goodput_rps
     assert "what if ttft=x4" in compare_answers(base, looser)[0] and "goodput" in "".join(
         compare_answers(base, looser)
     )
-    never = ask_what_if(request, "ttft=0.001")
+    never = ask_what_if(question(), "ttft=0.001")
     assert never.solution is None and "forbids" in never.why_not
     assert "nothing is possible" in compare_answers(base, never)[0]

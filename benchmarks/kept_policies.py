@@ -55,7 +55,7 @@ def measure_same(
             runner.run([StepWork(tokens[at : at + STEP_TOKENS], at, slabs, "none", tokens[0], kept)])
         runner.plan_eviction(EvictionOrder("a", tokens, len(tokens), spec, slabs))
         assert evictor._plan is not None
-        found = evictor._plan[1].policies
+        found = evictor._plan[1][-1][0].policies
         runner.forget_kept("a")
         prompt = compute_prompt(model, torch.tensor(tokens), kinds[tokens], install)
         profile = profile_prompt(prompt, 0, KeepRule())

@@ -10,8 +10,9 @@ during a pull only asks the fetcher to stop; the slabs are freed when nothing wr
 
 A request without a ticket (its KV is still being computed) pulls the chunks that hints announce until `Fetch` brings
 the ticket. If it may drop tokens, it waits for the ticket instead, since what it keeps is decided last. The slabs with
-what its heads kept are pulled and verified like chunks, as opaque bytes; the engine then reads the map in them. If the
-source splits KV over ranks otherwise, they are rewritten before (`kvtransfer.bag_repacking`).
+what its heads kept are pulled and verified like chunks, as opaque bytes; the engine then reads the maps in them.
+Segments have addresses and are shared like chunks, so only those that are not here are pulled. If the source splits KV
+over ranks otherwise, a bag is rewritten before (`kvtransfer.bag_repacking`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import msgspec
 
 from decode_worker.kv_fetcher import KvArrival, KvFetcher
 from decode_worker.ticket_check import EXPIRED_TEXT, TicketCheck, check_tokens, describe_error, describe_pull
-from diptych.errors import StaleTicket, TransferError
+from diptych.chunks import CHUNK_TOKENS
+from diptych.errors import CorruptChunk, StaleTicket, TransferError
 from diptych.eviction_spec import decision_tokens
 from diptych.logs.log_format import about_request
 from diptych.logs.request_ids import ids_of_sequence
@@ -53,6 +55,7 @@ from engine.scheduling.kv_admission import (
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
+from kvcache.eviction.kept_segments import segment_keys
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.bag_repacking import BagRepacker
@@ -152,16 +155,22 @@ class DecodeWorker:
 
     def _expect_bag(self, arrival: KvArrival, ticket: tickets.Ticket) -> None:
         """The KV of an arrival comes with the bag of `ticket`. Raises SequenceRefused if it can never fit."""
-        seq, num_pulled = arrival.seq, ticket.context.num_bag_slabs
+        seq, num_pulled, segments = arrival.seq, ticket.context.num_bag_slabs, ticket.context.segments
         try:
             needed = self._repacker.needs(ticket) if self._repacker is not None else None
+            if segments and segments[-1].end > len(seq.prompt) // CHUNK_TOKENS:
+                raise StaleTicket(
+                    "the segments of a ticket are longer than the prompt", f"{segments[-1].end} chunks"
+                )
         except StaleTicket as error:
             raise SequenceRefused("stale_ticket", error.what, error.why) from error
         arrival.num_bag_slabs = num_pulled if needed is None else needed
         # The slabs of the bag as it comes, or as it is here, and one for the tokens since the decision.
         seq.kept_slabs = max(num_pulled, arrival.num_bag_slabs) + 1
+        seq.segments = segments
+        seq.segment_keys = segment_keys(seq.root, seq.update_keys(), seq.keep, segments)
         if (need := arrival.num_slabs) > (most := self.engine.scheduler.limits.slabs_for(seq)):
-            seq.kept_slabs = 0
+            seq.kept_slabs, seq.segments, seq.segment_keys = 0, (), []
             why = f"this worker has {most}"
             raise SequenceRefused("out_of_memory", f"the request needs {need} KV slabs", why)
         if self._repacker is not None and needed is not None:
@@ -291,7 +300,13 @@ class DecodeWorker:
         def commit(effect: CommitSlabs) -> None:
             self._admission.commit(arrival, list(effect.slabs))
             self._free_unused(arrival)
-            self.engine.adopt(seq, now_s)
+            try:
+                self.engine.adopt(seq, now_s)
+            except CorruptChunk:
+                if seq.segments:
+                    # Others must not attach segments with wrong maps.
+                    self.kv.release(seq.key, keep=False)
+                raise
 
         table = {CommitSlabs: commit, FreeSlabs: lambda effect: self.kv.release(seq.key)}
         aborted = self._admission.must_abort(arrival, isinstance(arrival.effect, CommitSlabs))

@@ -78,6 +78,11 @@ class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return self.rule.startswith(ZAP)
 
     @property
+    def can_cut(self) -> bool:
+        """Whether what is kept of a chunk depends on nothing behind it: by `zap` with weights that are named."""
+        return self.evicts and self.rule.startswith(f"{ZAP}@")
+
+    @property
     def boundary_chunks(self) -> int:
         """Number of leading chunks that stay whole."""
         return self.boundary // CHUNK_TOKENS

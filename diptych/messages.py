@@ -74,8 +74,8 @@ class Unpeer(ChannelMessage, frozen=True):
 class Prefill(ChannelMessage, frozen=True):
     """Prefill the prompt (and `output`, tokens of earlier attempts), emit one token, and offer the KV.
 
-    `stage`: announce KV while it is computed (`Staged`), so that it can be pulled layer by layer meanwhile.
-    `defer_first`: the decode worker is to draw the first token, so the `Output` before the offer has none.
+    `stage`: announce KV while it is computed (`Staged`). `defer_first`: the decode worker draws the first token, so no
+    `Output` before the offer has one. `keep`: what may be dropped; with `cuts_kept` the rest is offered in segments.
     """
 
     request: str
@@ -88,9 +88,9 @@ class Prefill(ChannelMessage, frozen=True):
     stage: bool = False
     # The KV class (`Hello.kv_classes`) that this attempt's KV is in; empty: the worker's first one.
     kv_class: str = ""
-    # What the attempt may drop of its KV.
     keep: KeepSpec = KEEP_ALL
     defer_first: bool = False
+    cuts_kept: bool = False
 
 
 class Generate(ChannelMessage, frozen=True):

@@ -118,6 +118,9 @@ GRAMMAR, PENALTIES, SEED = CONTINUED = ("grammar", "penalties", "seed")
 # before do not say so, and would pass them over.
 BANS = "bans"
 TRAITS = (*CONTINUED, BANS)
+# Of workers that exchange what heads keep in segments (`kvcache.eviction.kept_segments`): on the CPU, with one rank,
+# weights for the rule `zap`, and no sliding windows.
+SEGMENTS = "segments"
 
 # The priorities that a client may ask for; lower ones are served sooner.
 MIN_PRIORITY, MAX_PRIORITY = -10, 10

@@ -12,6 +12,7 @@ from diptych.request import Pooling
 from engine import sequence
 from engine.step_work import StepWork
 from kvcache.eviction.bag_sizes import BagSizes
+from kvcache.eviction.kept_segments import KeptSegment
 
 # The runner returns logits and the sampler takes them; in production torch tensors [rows, vocab].
 Logits = Any
@@ -41,7 +42,8 @@ class EvictionOrder:
     """A sequence at a decision point: at the end of its prompt, or after each 64 tokens of its answer.
 
     `tokens` are all its tokens with KV, of which the first `prompt_tokens` are the prompt. At the end of the prompt
-    `slabs` are those of its whole chunks; later they are as in `engine.step_work.KeptWork`.
+    `slabs` are those of its whole chunks; later they are as in `engine.step_work.KeptWork`. `cuts`: what is kept of its
+    first chunks shall become segments, if the runner can (`kvcache.eviction.kept_segments`).
     """
 
     key: str
@@ -49,6 +51,7 @@ class EvictionOrder:
     prompt_tokens: int
     spec: KeepSpec
     slabs: list[int]
+    cuts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,9 @@ class EvictionReport:
 
     `bag_slabs` is how many slabs the kept rows need. A row is the KV of one token in one layer and KV head: of
     `all_rows` behind the boundary, `kept_rows` stay. `policies` counts heads by the name of their policy.
-    `sizes` says what the rows of each head and page need, however ranks split them. A rank whose heads compete with
-    those of others first reports only how many rows do, in `tally` (`kvcache.eviction.ada.LayerTally`).
+    `sizes` says what the bag's rows of each head and page need, however ranks split them. `segments` are those before
+    the bag, of a first decision. A rank whose heads compete with those of others first reports only how many rows do,
+    in `tally` (`kvcache.eviction.ada.LayerTally`).
     """
 
     bag_slabs: int
@@ -67,6 +71,7 @@ class EvictionReport:
     policies: Mapping[str, int]
     sizes: BagSizes = BagSizes()
     tally: bytes = b""
+    segments: tuple[KeptSegment, ...] = ()
 
 
 class EvictingRunner(StepRunner, Protocol):
@@ -93,7 +98,7 @@ class EvictingRunner(StepRunner, Protocol):
         """
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
-        """Write the rows of the last plan into `bag_slabs`, as many as it reported.
+        """Write the rows of the last plan into `bag_slabs`, as many as it reported, those of segments first.
 
         Raises:
             ValueError: there is no plan, or it needs another number of slabs.
@@ -102,7 +107,7 @@ class EvictingRunner(StepRunner, Protocol):
     def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
         """Take over a bag that another runner wrote, or that was moved to other slabs: read its map.
 
-        `boundary` and `length` are those of the sequence's last decision, in tokens.
+        `boundary` and `length` are those of the sequence's last decision, in tokens. Slabs of segments come first.
 
         Raises:
             ValueError: the slabs do not begin with a valid map, or it is the map of another decision.

@@ -11,6 +11,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
 from diptych.eviction_spec import KEEP_ALL, RING_AND_MAP, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs, kept_begin
 from kvcache.prefix_tree import chunk_keys
 
 
@@ -43,8 +44,9 @@ class Sequence:
 
     `keep` says what its heads may drop. If they may, the sequence *evicts*: at each decision point
     (`diptych.eviction_spec`) its heads drop rows, and it gives slabs back. From then on `slabs` are the whole chunks
-    before the boundary, one slab as a ring (for positions since the last decision, p in row p % 64), and a bag with
-    the rows that each head keeps. What is computed from then on has no addresses. No step crosses a decision point.
+    before the boundary, segments (`kvcache.eviction.kept_segments`), one slab as a ring (for positions since the last
+    decision, p in row p % 64), and a bag with the rows that each head keeps. What is computed from then on has no
+    addresses. No step crosses a decision point. With `cuts_kept` it is offered with segments.
     """
 
     id: str
@@ -88,6 +90,10 @@ class Sequence:
     silent: bool = True
     kv_class: str = ""
     keep: KeepSpec = KEEP_ALL
+    cuts_kept: bool = False
+    # The segments before its ring, and the addresses of their slabs; none of either before its first decision point.
+    segments: tuple[KeptSegment, ...] = ()
+    segment_keys: list[bytes] = field(default_factory=list)
     # Number of slabs of its ring and its bag; 0 before its first decision point.
     kept_slabs: int = 0
     # What its last decision kept (`engine.protocols.EvictionReport`), or None.
@@ -175,16 +181,22 @@ class Sequence:
         if (self.scores_prompt or self.pools_all_rows) and not self.parked:
             return []
         if self.parked or self.kept_slabs:
-            return self.keys[: self.full_chunks(self.computed)]
+            return self.first_keys(self.full_chunks(self.computed))
         last = self.total - 1
         if self.keep.evicts:
             last = min(last, self.keep.attachable_tokens(len(self.prompt)))
         return self.keys[: max(0, last) // CHUNK_TOKENS]
 
+    def first_keys(self, count: int) -> list[bytes]:
+        """Addresses of the first `count` of the slabs that may be shared (`full_chunks`), as far as they are known."""
+        if self.kept_slabs and self.segment_keys:
+            return [*self.keys[: self.keep.boundary_chunks], *self.segment_keys][:count]
+        return self.keys[:count]
+
     def full_chunks(self, tokens: int) -> int:
-        """How many of its leading chunks may be shared when `tokens` tokens have KV: they are full, and whole."""
+        """How many of its leading slabs may be shared when `tokens` tokens have KV: full and whole chunks, segments."""
         if self.kept_slabs:
-            return self.keep.boundary_chunks
+            return self.keep.boundary_chunks + len(self.segment_keys)
         return (min(tokens, len(self.prompt)) if self.keep.evicts else tokens) // CHUNK_TOKENS
 
     # ---- slabs
@@ -197,14 +209,26 @@ class Sequence:
         return len(self.slabs) * CHUNK_TOKENS
 
     @property
+    def lead_slabs(self) -> int:
+        """Number of slabs before its ring, if it is evicted: whole chunks and segments."""
+        return self.keep.boundary_chunks + (count_segment_slabs(self.segments) if self.kept_slabs else 0)
+
+    @property
     def bag_slabs(self) -> list[int]:
-        """The slabs with the rows that its heads keep, once it is evicted."""
-        return self.slabs[self.keep.boundary_chunks + 1 :] if self.kept_slabs else []
+        """The slabs of its bag, once it is evicted."""
+        return self.slabs[self.lead_slabs + 1 :] if self.kept_slabs else []
+
+    @property
+    def kept_rows_slabs(self) -> list[int]:
+        """The slabs with all rows that its heads keep, once it is evicted: those of segments, then its bag."""
+        if not self.kept_slabs:
+            return []
+        return self.slabs[self.keep.boundary_chunks : self.lead_slabs] + self.bag_slabs
 
     def slabs_for(self, tokens: int) -> int:
         """Number of slabs that it holds when `tokens` tokens have KV, before anything more is decided."""
         if self.kept_slabs and tokens > len(self.prompt):
-            return self.keep.boundary_chunks + self.kept_slabs
+            return self.lead_slabs + self.kept_slabs
         return num_chunks(tokens)
 
     def needed_slabs(self, ahead: int) -> int:
@@ -226,9 +250,9 @@ class Sequence:
             # KV on the way from elsewhere was evicted at the last decision point before its last token.
             known = self.computed if self.computed >= prompt else self.total - 1
             decided, bag = decision_tokens(prompt, known), self.kept_slabs - 1
-            chunks = max(1, num_chunks(decided - self.keep.boundary))
+            chunks = max(1, num_chunks(decided - kept_begin(self.keep, self.segments)))
             grown = max(0, decision_tokens(prompt, tokens) - decided) // CHUNK_TOKENS
-            held = self.keep.boundary_chunks + self.kept_slabs
+            held = self.lead_slabs + self.kept_slabs
             # Those of a bag on its way, or on smaller ranks, may be more than all its tokens are expected to need.
             return min(held + ceil(bag * grown / chunks), max(held, whole + RING_AND_MAP))
         return whole + RING_AND_MAP

@@ -22,6 +22,7 @@ from engine.scheduling.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs
 
 DEADLINE_FAILURE = ("deadline_exceeded", "the request's time was up")
 STEP_PARTS = ("schedule", "prepare", "run", "evict", "sample", "send")
@@ -206,21 +207,25 @@ class SequenceTable:
             seq.computed += count
             full, shared = seq.full_chunks(seq.computed), seq.shared
             if full > shared and (seq.root or len(seq.keys) > shared):
-                keys = seq.update_keys()[:full]
+                seq.update_keys()
+                keys = seq.first_keys(full)
                 # Slabs of chunks that the tree had already are replaced by the tree's slabs.
                 self.arena_of(seq).publish(seq.key, keys, seq.slabs)
                 seq.shared = len(keys)
 
     # ---- decision points
 
-    def has_room_for_bag(self, seq: Sequence, bag_slabs: int) -> bool:
+    def has_room_for_bag(self, seq: Sequence, bag_slabs: int, segments: tuple[KeptSegment, ...] = ()) -> bool:
         """Whether `take_bag` would succeed after `release_undecided`."""
-        arena, need = self.arena_of(seq), bag_slabs + (not seq.kept_slabs)
+        more = 0 if seq.kept_slabs else 1 + count_segment_slabs(segments)
+        arena, need = self.arena_of(seq), bag_slabs + more
         return need <= arena.free + arena.count_freed_tail(seq.key, seq.slabs[self._num_decided(seq) :])
 
     def _num_decided(self, seq: Sequence) -> int:
-        """How many leading slabs of a sequence at a decision point stay: whole chunks and, if it has one, its ring."""
-        return seq.keep.boundary_chunks + bool(seq.kept_slabs)
+        """How many leading slabs of a sequence at a decision point stay: whole chunks, segments and, if it has one, its
+        ring.
+        """
+        return seq.lead_slabs + bool(seq.kept_slabs)
 
     def release_undecided(self, seq: Sequence) -> None:
         """Free the slabs with the rows that `seq` chooses from: all behind the boundary, but not an evicted one's ring.
@@ -230,16 +235,20 @@ class SequenceTable:
         stay = self._num_decided(seq)
         self.arena_of(seq).release_tail(seq.key, seq.slabs[stay:])
         seq.kept_slabs = min(seq.kept_slabs, 1)
-        seq.slabs, seq.shared = seq.slabs[:stay], min(seq.shared, seq.keep.boundary_chunks)
+        seq.slabs, seq.shared = seq.slabs[:stay], min(seq.shared, seq.lead_slabs)
 
-    def take_bag(self, seq: Sequence, bag_slabs: int) -> list[int] | None:
-        """Take a bag of so many slabs, and the ring if `seq` has none yet, after `release_undecided`.
+    def take_bag(
+        self, seq: Sequence, bag_slabs: int, segments: tuple[KeptSegment, ...] = ()
+    ) -> list[int] | None:
+        """Take a bag of so many slabs, and `segments` and the ring if `seq` has none yet, after `release_undecided`.
 
         Returns the slabs taken; None if too few are free.
         """
-        slabs = self._allocate(seq, bag_slabs + (not seq.kept_slabs))
+        more = 0 if seq.kept_slabs else 1 + count_segment_slabs(segments)
+        slabs = self._allocate(seq, bag_slabs + more)
         if slabs is not None:
             seq.slabs += slabs
+            seq.segments = seq.segments if seq.kept_slabs else segments
             seq.kept_slabs = bag_slabs + 1
         return slabs
 

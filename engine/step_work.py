@@ -20,14 +20,20 @@ class KeptWork:
 
     `key` names the sequence; its prompt has `prompt_tokens` tokens. Before eviction (`evicted` is False) the runner
     only records the queries of the last prompt rows. Afterwards the sequence's slabs are the whole chunks of its first
-    `spec.boundary` tokens, then one slab that the newest tokens are written to in turn (position p to row p % 64), then
-    the slabs with the rows that its heads keep.
+    `spec.boundary` tokens, then `segment_slabs` of segments (`kvcache.eviction.kept_segments`), then one slab that the
+    newest tokens are written to in turn (position p to row p % 64), then the slabs of its bag.
     """
 
     key: str
     prompt_tokens: int
     spec: KeepSpec
     evicted: bool
+    segment_slabs: int = 0
+
+    @property
+    def ring_place(self) -> int:
+        """Where the slab of the newest tokens is among those of the sequence, once it is evicted."""
+        return self.spec.boundary_chunks + self.segment_slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,8 @@ def kept_work(seq: Sequence) -> KeptWork | None:
     """What the runner has to know of `seq` if its heads may drop KV; None if nothing is dropped."""
     if not seq.keep.evicts:
         return None
-    return KeptWork(seq.key, len(seq.prompt), seq.keep, seq.kept_slabs > 0)
+    segment_slabs = seq.lead_slabs - seq.keep.boundary_chunks
+    return KeptWork(seq.key, len(seq.prompt), seq.keep, seq.kept_slabs > 0, segment_slabs)
 
 
 def choose_logits(seq: Sequence, count: int, scores: bool) -> str:
@@ -152,7 +159,7 @@ class RunnerBounds:
             raise ValueError(
                 f"positions {work.start}..{end - 1} of an answer from {prompt} on are not within one block"
             )
-        elif len(work.slabs) < kept.spec.boundary_chunks + 2:
+        elif len(work.slabs) < kept.ring_place + 2:
             raise ValueError(
-                f"{len(work.slabs)} slabs are too few for {kept.spec.boundary_chunks} chunks and a bag"
+                f"{len(work.slabs)} slabs are too few for {kept.ring_place} before a ring and a bag"
             )

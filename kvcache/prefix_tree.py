@@ -58,18 +58,21 @@ class PrefixNode:
     """One full chunk: its address, slab and parent (the chunk before it), and how many holders and children it has.
 
     `lent` of its `refs` holders hold it only as long as no other sequence wants its slab (`kvcache.lending`), and no
-    other ever held it if `only_lent`. `depth` is the number of chunks before it. A `doubtful` one is not stored. Once
-    it is `evicted` its slab may be written: whoever reads the slab in another thread looks at that afterwards.
+    other ever held it if `only_lent`. `depth` is the number of chunks before it. A `doubtful` one is not stored, nor
+    one that is not `lasting`. Once it is `evicted` its slab may be written: whoever reads the slab in another thread
+    looks at that afterwards.
     """
 
     __slots__ = (
-        "__weakref__", "children", "depth", "doubtful", "evicted", "key", "lent", "only_lent", "parent", "refs", "slab",
+        "__weakref__", "children", "depth", "doubtful", "evicted", "key", "lasting", "lent", "only_lent", "parent",
+        "refs", "slab",
     )  # fmt: skip
 
     def __init__(self, key: bytes, slab: int, parent: PrefixNode | None) -> None:
         self.key, self.slab, self.parent = key, slab, parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.evicted = self.doubtful = False
+        self.lasting = True
         self.refs = 0
         self.lent = 0
         self.only_lent = False
@@ -181,7 +184,9 @@ class PrefixTree:
         for _, node in reversed(list(first)):
             self._unheld.move_to_end(node.key, last=False)
         if self.on_released is not None and keep:
-            self.on_released([node for node in gone_nodes if not (node.only_lent or node.doubtful)])
+            self.on_released(
+                [node for node in gone_nodes if node.lasting and not (node.only_lent or node.doubtful)]
+            )
 
     def evict_chunks(self, n: int) -> list[int]:
         """Remove the first `n` unheld chunks, or all if fewer; returns their slabs.

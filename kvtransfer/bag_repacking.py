@@ -67,6 +67,8 @@ class BagRepacker:
             source = split_layout(layout, bag.tp, bag.pp)
             if source == self._own_pool.shards:
                 return None
+            if context.segments:
+                raise ValueError("its first rows are in segments, which only workers of one rank exchange")
             decided = context.keep.boundary, context.num_tokens
             if (found := count_rank_slabs(layout, source, *decided, bag.sizes)) != context.num_bag_slabs:
                 raise ValueError(f"what its heads need are {found} slabs, not {context.num_bag_slabs}")

@@ -26,6 +26,7 @@ from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.hashing import HashField, hash_fields
 from kvcache.codecs.codec_id import MAX_ID_CHARS
 from kvcache.eviction.bag_sizes import BagSizes
+from kvcache.eviction.kept_segments import KeptSegment, are_in_order, count_segment_slabs, kept_begin
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
@@ -38,6 +39,8 @@ BoundedCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_CHUNK_BYTES = 1 << 40
 # Most tensor-parallel lanes, and most stages, of a worker; and most KV heads of all layers of a model.
 MAX_RANKS, MAX_HEADS = 1 << 10, 1 << 17
+# Most segments of a ticket.
+MAX_SEGMENTS = 1 << 15
 BoundedCounts = Annotated[tuple[BoundedCount, ...], Meta(max_length=MAX_HEADS)]
 
 
@@ -104,9 +107,9 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     is a key of `HASH_FUNCTIONS`.
 
     If `keep` drops tokens, only the chunks below its boundary are chunks. What is kept of the other tokens is in
-    `num_bag_slabs` slabs, whose own map says what lies where (`kvcache.eviction.kept_rows`); `num_tokens` are the
-    tokens at the point at which that was decided; `bag` says how it is split. Where a docstring here says chunk, it
-    means such a slab as well.
+    `segments`, then in a bag of `num_bag_slabs` slabs, whose own maps say what lies where
+    (`kvcache.eviction.kept_rows`); `num_tokens` are the tokens at the point at which that was decided; `bag` says how
+    the bag is split. Where a docstring here says chunk, it means such a slab as well, of a segment or of the bag.
     """
 
     request: BoundedText
@@ -122,6 +125,7 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     keep: KeepSpec = KEEP_ALL
     num_bag_slabs: BoundedCount = 0
     bag: BagSplit = ONE_RANK
+    segments: Annotated[tuple[KeptSegment, ...], Meta(max_length=MAX_SEGMENTS)] = ()
 
     @property
     def kv_class(self) -> str:
@@ -137,18 +141,23 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     def num_chunks(self) -> int:
         """Number of chunks that the tokens fill; the last one may be partly filled."""
         if self.keep.evicts:
-            return self.keep.boundary_chunks + self.num_bag_slabs
+            return self.keep.boundary_chunks + count_segment_slabs(self.segments) + self.num_bag_slabs
         return -(-self.num_tokens // self.chunk_tokens)
 
     @property
     def is_keep_sound(self) -> bool:
-        """Whether `keep` and `num_bag_slabs` can be true of `num_tokens` tokens.
+        """Whether `keep`, `segments` and `num_bag_slabs` can be true of `num_tokens` tokens.
 
         A bag has a slab for its map at least. Kept rows and map together never need two slabs for each chunk of tokens.
+        One rank has all of a segment.
         """
         if not self.keep.evicts:
-            return self.keep == KEEP_ALL and self.num_bag_slabs == 0 and self.bag == ONE_RANK
-        behind = self.num_tokens - self.keep.boundary
+            return (self.keep, self.num_bag_slabs, self.bag, self.segments) == (KEEP_ALL, 0, ONE_RANK, ())
+        if not are_in_order(self.keep, self.segments, self.num_tokens):
+            return False
+        if self.segments and (self.bag.tp, self.bag.pp) != (1, 1):
+            return False
+        behind = self.num_tokens - kept_begin(self.keep, self.segments)
         return (
             self.chunk_tokens == CHUNK_TOKENS
             and behind >= 0
@@ -158,7 +167,7 @@ class DigestContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     def valid_tokens(self, index: int) -> int:
         """Number of rows of chunk `index` that hold KV; only the last chunk may have fewer than `chunk_tokens`.
 
-        It is 0 for a slab of a bag, whose map says what it holds.
+        It is 0 for a slab of a segment or a bag, whose map says what it holds.
         """
         if self.keep.evicts:
             return self.chunk_tokens if index < self.keep.boundary_chunks else 0
@@ -190,6 +199,8 @@ class ChunkDigester:
         fields += [context.bag.tp, context.bag.pp]
         for counts in context.bag.sizes:
             fields += [len(counts), *counts]
+        for segment in context.segments:
+            fields += [segment.end, segment.slabs, segment.digest]
         self.context = context
         self._sealed = hashlib.blake2b(hash_fields(fields), key=_fit_key(key), digest_size=DIGEST_BYTES)
 

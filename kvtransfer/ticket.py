@@ -44,7 +44,7 @@ class OfferedChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An offer of the KV of `context.request`, held by life `incarnation` of `worker`; `chunks` are in token order.
 
-    If `context.keep` drops tokens, the whole chunks come first, and then the slabs of the bag, in the bag's order.
+    If `context.keep` drops tokens, the whole chunks come first, then slabs of segments, then those of the bag.
     """
 
     context: DigestContext

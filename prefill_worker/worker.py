@@ -96,8 +96,9 @@ class TicketIssuer:
             codec=layout.codec,
             algorithm=self.algorithm,
             keep=seq.keep if evicts else KEEP_ALL,
-            num_bag_slabs=len(slabs) - seq.keep.boundary_chunks if evicts else 0,
+            num_bag_slabs=len(slabs) - seq.lead_slabs if evicts else 0,
             bag=self._split_of(seq) if evicts else ONE_RANK,
+            segments=seq.segments if evicts else (),
         )
         known = dict(zip(slabs, payloads, strict=True))
         ticket = tickets.issue_ticket(
@@ -164,6 +165,7 @@ class PrefillWorker:
         if not isinstance(order, Prefill):
             raise SequenceRefused("internal_error", f"a prefill worker cannot serve {type(order).__name__}")
         seq.hold_kv, seq.stage, seq.defer_first = True, order.stage, order.defer_first
+        seq.cuts_kept = order.cuts_kept
         self.engine.add(seq, now_s)
 
     def _send_hint(self, seq: Sequence, start: int, slabs: list[int], mark: int) -> None:
@@ -227,9 +229,9 @@ class PrefillWorker:
         """
         if not seq.keep.evicts:
             return seq.slabs
-        place = seq.keep.boundary_chunks
+        place = seq.lead_slabs
         if len(seq.slabs) <= place + 1:
-            raise ValueError(f"{len(seq.slabs)} slabs do not hold a bag behind {place} chunks")
+            raise ValueError(f"{len(seq.slabs)} slabs do not hold a bag behind {place} others")
         self.kv.arena_of(seq.kv_class).free_slabs(seq.key, seq.slabs[place : place + 1])
         return seq.slabs[:place] + seq.slabs[place + 1 :]
 

@@ -125,7 +125,7 @@ def pack_batch(works: Sequence[StepWork], sinks: Sequence[int] = ()) -> ForwardB
         tokens += work.tokens
         if work.kept is not None and work.kept.evicted:
             positions += range(start, start + count)
-            slots += [slabs[work.kept.spec.boundary_chunks]] * count
+            slots += [slabs[work.kept.ring_place]] * count
         elif count == 1:
             positions.append(start)
             slots.append(slabs[start // CHUNK_TOKENS])

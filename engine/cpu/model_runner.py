@@ -235,6 +235,11 @@ class CpuModelRunner:
         """As `EvictingRunner.keep_rules`."""
         return self.rank_evictor.keep_rules
 
+    @property
+    def cuts_kept(self) -> bool:
+        """Whether what is kept of prompts can become segments, as `EvictionOrder.cuts` asks for."""
+        return self.rank_evictor.cuts_kept
+
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         """As `EvictingRunner.plan_eviction`, which says when ValueError is raised."""
         return self.rank_evictor.plan_eviction(order)
@@ -329,7 +334,7 @@ class CpuModelRunner:
         for pool in self._pools:
             self._warm_pool(pool)
             if evict and self.can_evict and pool.num_slabs > 1:
-                warm_eviction(self, pool, self.max_model_len)
+                warm_eviction(self, self.rank_evictor, pool, self.max_model_len)
 
     def _warm_pool(self, pool: KvPool) -> None:
         tokens = min(CHUNK_TOKENS + 8, self.max_model_len - 2)

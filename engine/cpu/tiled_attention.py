@@ -186,6 +186,23 @@ def read_run(
 
 
 @jit_inner
+def read_piece(
+    used: Any, pool: Any, page: Any, tiles: Any, q: Any, out: Any, top: Any, total: Any, s: Any, width: int
+) -> None:
+    """Add the first `used` tokens of the page at `page` to the state of all tiles; the others must be finite."""
+    literally(width)
+    count = (used + UNROLL - 1) // UNROLL * UNROLL
+    for tile in range(tiles):
+        lane, at = tile * LANES, tile * LANES * width
+        old = load(top, lane)
+        high = score_tile(q, at, pool, page, count, 0, old, s, width)
+        if used < count:
+            high = mask_scores(s, count, splat(np.float32(0)), splat(np.float32(used - 1)), 0, old)
+        fade = softmax_tile(s, count, high, top, total, lane)
+        _mix_tile(s, fade, pool, page + PAGE * width, used, -1, out, at, width)
+
+
+@jit_inner
 def _read_span(
     low: Any, high: Any, slabs: Any, pool: Any, slab: int, offset: Any, tiles: Any,
     q: Any, out: Any, top: Any, total: Any, s: Any, width: int,

@@ -76,20 +76,20 @@ class DecisionPoints:
         `on_taken` is given the slabs that `seq` has taken, before anything is written to them. A failure of the runner
         is raised.
         """
-        order = EvictionOrder(
-            seq.key, seq.tokens(0, seq.computed), len(seq.prompt), seq.keep, list(seq.slabs)
-        )
+        tokens = seq.tokens(0, seq.computed)
+        order = EvictionOrder(seq.key, tokens, len(seq.prompt), seq.keep, list(seq.slabs), seq.cuts_kept)
         seq.eviction = report = self._runner.plan_eviction(order)
-        while not self._table.has_room_for_bag(seq, report.bag_slabs):
+        while not self._table.has_room_for_bag(seq, report.bag_slabs, report.segments):
             victim = self._table.scheduler.worst_holder(seq)
             preempt(victim)
             if victim is seq:
                 return
         self._table.release_undecided(seq)
-        taken = self._table.take_bag(seq, report.bag_slabs)
+        begun = bool(seq.kept_slabs)
+        taken = self._table.take_bag(seq, report.bag_slabs, report.segments)
         assert taken is not None, seq.key
         on_taken(taken)
-        self._runner.apply_eviction(seq.key, seq.bag_slabs)
+        self._runner.apply_eviction(seq.key, seq.bag_slabs if begun else seq.kept_rows_slabs)
         self._unsent.add(seq.key)
 
     def take_report(self, seq: Sequence) -> KeptReport | None:
@@ -109,7 +109,7 @@ class DecisionPoints:
         """
         self._known.add(seq.key)
         decided = decision_tokens(len(seq.prompt), seq.computed)
-        self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.bag_slabs)
+        self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.kept_rows_slabs)
 
     def load_adopted(self, seq: Sequence) -> None:
         """As `load`, for a sequence that is being adopted: nothing is kept of it if that fails.

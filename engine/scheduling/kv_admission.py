@@ -72,7 +72,7 @@ class RemoteKv:
         """Addresses of all its full chunks: even the last one can be attached, unless a token of it is computed here,
         since others read it.
         """
-        return self.seq.keys[: self.seq.full_chunks(self.used_tokens)]
+        return self.seq.first_keys(self.seq.full_chunks(self.used_tokens))
 
     @property
     def num_slabs(self) -> int:
@@ -367,15 +367,20 @@ class KvAdmission(Generic[A]):
     def commit(self, arrival: A, slabs: list[int]) -> None:
         """All KV is in `slabs`: give them to the sequence, and publish its full chunks.
 
-        They are in token order, whole chunks before a bag; the last one is for the next tokens. If there is a bag, that
-        one is the ring.
+        They are in token order, whole chunks and segments before a bag; the last one is for the next tokens. If there
+        is a bag, that one is the ring.
         """
         seq, keys = arrival.seq, arrival.full_keys
         if seq.kept_slabs:
-            slabs.insert(seq.keep.boundary_chunks, slabs.pop())
+            slabs.insert(seq.lead_slabs, slabs.pop())
         seq.slabs, seq.computed = slabs, arrival.used_tokens
-        self._allocator.arena_of(seq.kv_class).publish(seq.key, keys, seq.slabs)
+        arena = self._allocator.arena_of(seq.kv_class)
+        arena.publish(seq.key, keys, seq.slabs)
         seq.shared = len(keys)
+        if seq.segment_keys:
+            for node in arena.shared_nodes(seq.key)[seq.keep.boundary_chunks :]:
+                # No prompt is looked up by segments, so tiers below the pool need none.
+                node.lasting = False
 
     def finish(self, arrival: A, code: str = "", message: str = "") -> FetchEnd:
         """A fetch has ended, and nothing writes to its slabs; `code` and `message` describe its failure, if it failed.

@@ -371,4 +371,4 @@ def _build_order(state: RequestState, kv_class: str, remaining_s: float) -> Pref
     if state.source is None:
         return Generate(*what, remaining_s, request.tenancy, kv_class, request.keep)
     kv = state.staged, kv_class, request.keep
-    return Prefill(*what, remaining_s, request.tenancy, *kv, defer_first=state.deferred)
+    return Prefill(*what, remaining_s, request.tenancy, *kv, state.deferred, state.cuts_kept)

@@ -11,7 +11,7 @@ from msgspec import structs
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
 from diptych.eviction_report import KeptReport
 from diptych.messages import Offer, Output
-from diptych.request import TERMINAL_STAGES, Request, RequestStage
+from diptych.request import SEGMENTS, TERMINAL_STAGES, Request, RequestStage
 from router.effects import ChosenPair
 from router.requests.continuable import NO_TRAITS, can_continue, traits_to_begin, traits_to_continue
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
@@ -99,7 +99,7 @@ class RequestState:
 
     `deferred`: the decode worker of the running attempt draws the first token. `continuable`: other workers can
     continue what the attempt delivers. `overdrawn`: the running attempt began before its decode worker had room, which
-    it does not have yet.
+    it does not have yet. `cuts_kept`: its workers exchange what heads keep in segments (`diptych.request.SEGMENTS`).
     """
 
     request: Request
@@ -129,6 +129,7 @@ class RequestState:
     deferred: bool = False
     continuable: bool = True
     overdrawn: bool = False
+    cuts_kept: bool = False
     # Tokens of the answer when the running attempt began to decode.
     tokens_before_decode: int = 0
     # Of a deferred attempt: the last Output of its prefill worker, and the durations until it came. Both are reported
@@ -285,7 +286,7 @@ class RequestState:
         """
         if self.attempt_version is None:
             return self.need
-        traits = self._traits_needed(not self.deferred)
+        traits = self._traits_needed(not self.deferred) | frozenset([SEGMENTS] if self.cuts_kept else [])
         return replace(self.need, kv_class=self.attempt_version.kv_class, traits=traits)
 
     @property
@@ -345,6 +346,7 @@ class RequestState:
         self.pair, self.attempt_version, self.staged = pair, version, False
         self.continuable = can_continue(self.request.sampling, traits)
         self.deferred = pair.prefill is not None and not self.continuable and self.decodes
+        self.cuts_kept = pair.prefill is not None and self.request.keep.can_cut and SEGMENTS in traits
         self.target, self.ticket, self.contacted_lives, self.overdrawn = None, b"", set(), False
         self.prefilled, self.prefill_seconds = None, {}
         self.prefill_kv_tokens = prefill_room_tokens(self.need)

@@ -28,7 +28,6 @@ from diptych.channel.link import ChannelLink
 from diptych.errors import find_device_loss
 from diptych.messages import Hello
 from diptych.process import EXIT_RETIRED, SupervisorPipe, exit_fatally, exit_lost, pin_to_core
-from diptych.request import TRAITS
 from diptych.specs import WorkerSpec
 from engine.bulk.engine import BulkEngine
 from engine.loop import Engine
@@ -45,6 +44,7 @@ from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.transports.links import KvLinks, OfferedTransports, TransportLinks
 from prefill_worker.worker import PrefillWorker, TicketIssuer
 from services.worker.prefill_priority import at_usual_slice, set_slice_ms
+from services.worker.traits import list_traits
 from worker.loop import GatewayLink, LatestStats, SlabBooks, WorkerLoop, WorkerRole
 from worker.prefault import PoolPrefault
 from worker.watchdog import LIMIT_S, STUCK_S, EngineWatchdog
@@ -346,7 +346,7 @@ def make_hello(life: _RoleLife, endpoints: dict[str, bytes]) -> Hello:
         keep_rules=parts.keep_rules,
         log_file=life.spec.log_file,
         block_tokens=_count_block_tokens(parts),
-        traits=TRAITS if parts.roles is None else parts.roles.traits,
+        traits=list_traits(parts.engine, parts.keep_classes) if parts.roles is None else parts.roles.traits,
         prefill_slice_ms=_find_slice_ms(life),
         # vLLM's workers do not pool for us.
         pools=parts.roles is None and bool(getattr(getattr(parts.engine, "runner", None), "can_pool", False)),

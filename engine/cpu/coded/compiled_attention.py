@@ -32,7 +32,8 @@ from engine.cpu.coded.page_kernels import (
     number_functions,
 )
 from engine.cpu.coded.stored_space import basis_arrays
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
+from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag, SegmentGroup, pad_table
+from engine.cpu.eviction.segment_kernels import State
 from engine.cpu.tiled_attention import build_prefill_kernel
 from kvcache.codecs.grouped import GroupedCodec
 from kvcache.codecs.nuq import NuqCodec
@@ -234,41 +235,72 @@ class CompiledAttention(CodedAttention):
             self._restore_rows(layer, head, expanded[:, head].swapaxes(1, 2))
         return expanded
 
-    def list_kept_kernels(self) -> list[Any]:
-        """The kernels for rows that heads kept."""
-        return [self._kernels.kept, self._kernels.ragged]
+    def list_kept_kernels(self, segments: bool) -> list[Any]:
+        """The kernels for rows that heads kept; those of segments if there may be any."""
+        return [self._kernels.kept, self._kernels.ragged, *([self._kernels.segments] if segments else [])]
 
     def expand_kept(self, layer: int, head: int, bag: KeptBag, sink: int) -> Floats:
         """The rows that a head keeps, [rows, 2, head_dim]: keys, rotated to their positions, and values."""
         out = np.empty((int(bag.counts[layer, head]), 2, self.layout.head_dim), np.float32)
         self._kernels.kept(
-            self._flat, self._slab, self._find_frames(layer, bag), _find_rows(layer, bag), head,
+            self._flat, self._slab, *self._view_bag(layer, bag), head,
             self._sinks.of_layer(layer)[sink], self._read_angles, out,
         )  # fmt: skip
         if self._has_basis(layer):
             self._restore_rows(layer, head, out)
         return out
 
+    def add_segments(
+        self, layer: int, qkv: torch.Tensor, rows: NDArray[np.int64], group: SegmentGroup, state: State,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add the rows of segments to the step's `rows`, their members, whose maxima and sums are `state`."""
+        self._kernels.segments(
+            qkv.numpy(), rows, self._sinks.of_layer(layer)[group.sink], self._flat, self._slab,
+            *self._view_segments(layer, group.bags), self._read_angles, state, out.numpy(),
+        )  # fmt: skip
+
+    def _view_segments(self, layer: int, bags: Sequence[KeptBag]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """As `_view_bag`, of the segments of a sequence, kept with the first one."""
+        views, key = bags[0].views, (layer, len(bags))
+        if key not in views:
+            all_frames, all_heads = zip(*(self._view_bag(layer, bag) for bag in bags), strict=True)
+            slabs = pad_table([bag.slabs for bag in bags])
+            numbers = (np.array([frames[n] for frames in all_frames], np.int64) for n in (4, 5, 6))
+            frames = (*all_frames[0][:2], slabs, all_frames[0][3], *numbers, all_frames[0][7])
+            firsts, counts, begins = (np.stack([heads[n] for heads in all_heads]) for n in range(3))
+            rows = counts.sum(axis=1)
+            begins += (np.cumsum(rows) - rows)[:, None]
+            views[key] = frames, (
+                firsts, counts, begins, *(np.concatenate([heads[n] for heads in all_heads]) for n in (3, 4)),
+            )  # fmt: skip
+        return views[key]
+
     def attend_kept(
-        self, layer: int, qkv: torch.Tensor, rows: Any, work: EvictedWork, window: int, out: torch.Tensor
-    ) -> None:
+        self, layer: int, qkv: torch.Tensor, rows: Any, work: EvictedWork, window: int, state: State,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Attention of the rows of an evicted sequence, into the same rows of `out`.
 
         `rows` are their numbers, their positions, and how many kept rows of each head they skip, [rows, kv_heads].
+        `state` is that of its segments (`clear_state` without any).
         """
         self._kernels.ragged(
             qkv.numpy(), rows, np.asarray(work.chunks, np.int64), work.ring, work.bag.kept.length,
-            self._sinks.of_layer(layer)[work.sink], self._place(layer), self._find_frames(layer, work.bag),
-            _find_rows(layer, work.bag), self._read_angles, window, out.numpy(),
+            self._sinks.of_layer(layer)[work.sink], self._place(layer),
+            *self._view_bag(layer, work.bag), self._read_angles, window, state, out.numpy(),
         )  # fmt: skip
 
-    def _find_frames(self, layer: int, bag: KeptBag) -> tuple[Any, ...]:
-        """What kernels take as `frames`."""
-        kept, slabs = bag.kept, np.asarray(bag.slabs, np.int64)
-        return (
-            self._frame, self._heads[layer], slabs, frames_per_slab(self.layout), bag.table_frame, bag.outlier_frame,
-            kept.outliers, self._bases[layer],
-        )  # fmt: skip
+    def _view_bag(self, layer: int, bag: KeptBag) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What kernels take as `frames` and `heads`, which is the same in every step."""
+        if layer not in bag.views:
+            kept, slabs = bag.kept, np.asarray(bag.slabs, np.int64)
+            frames = (
+                self._frame, self._heads[layer], slabs, frames_per_slab(self.layout), bag.table_frame,
+                bag.outlier_frame, kept.outliers, self._bases[layer],
+            )  # fmt: skip
+            bag.views[layer] = frames, _find_rows(layer, bag)
+        return bag.views[layer]
 
     def _has_basis(self, layer: int) -> bool:
         """Whether rows of a layer are stored in another basis than that of the model."""

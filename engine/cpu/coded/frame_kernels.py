@@ -38,8 +38,9 @@ from engine.cpu.coded.page_kernels import (
     work_floats,
 )
 from engine.cpu.coded.stored_space import match_queries, put_sink, restore_outputs
-from engine.cpu.eviction.ragged_attention import FRAME, attend_ring
-from engine.cpu.jit import JIT_OPTIONS, LOG2_E, LOWEST, NO_WRAPPERS, jit_inner
+from engine.cpu.eviction.ragged_attention import attend_ring
+from engine.cpu.eviction.segment_kernels import FRAME
+from engine.cpu.jit import JIT_OPTIONS, LOG2_E, NO_WRAPPERS, jit_inner
 
 # Families whose frames are not pages with fewer rows.
 _FRAMES: dict[int, Any] = {}
@@ -223,30 +224,65 @@ def _add_ring(
 
 
 @jit_inner
+def _load_queries(qkv: Any, rows: Any, kv_heads: Any, basis: Any, q: Any, width: int) -> None:
+    """The queries of rows, scaled, in the basis."""
+    literally(width)
+    scale = np.float32(LOG2_E / np.sqrt(np.float32(width)))
+    for n in range(rows.shape[0]):
+        for i in range(q.shape[1]):
+            q[n, i] = qkv[rows[n], i] * scale
+        match_queries(q[n], kv_heads, basis, width)
+
+
+@jit_inner
+def add_segments(
+    family: int, qkv: Any, rows: Any, sink: Any, data: Any, slab: int, frames: Any, heads: Any, angles: Any, state: Any,
+    out: Any, width: int,
+) -> None:  # fmt: skip
+    """Add the kept rows of segments to rows that have them, of any sequences; each is expanded once for all.
+
+    `frames` and `heads` are as elsewhere, but what a bag has of its own has a line for each segment; numbers and
+    positions of all rows follow each other. state: maxima and sums, [rows, heads] each; weighted values are in rows of
+    `out`, in the basis.
+    """
+    literally(width), literally(family)
+    (tops, totals), (firsts, counts, begins, positions, tokens), size = state, heads, out.shape[1]
+    figures, constants, slabs, per_slab, tables, lists, outliers, basis = frames
+    kv_heads = counts.shape[1]
+    q, s = np.empty((rows.shape[0], size), np.float32), np.empty(size // width // kv_heads * PAGE, np.float32)
+    skips = np.zeros((rows.shape[0], kv_heads), np.int64)
+    scratch, work = np.zeros(2 * PAGE * width, np.float32), np.empty(work_floats(1, width), np.float32)
+    _load_queries(qkv, rows, kv_heads, basis, q, width)
+    for head in range(kv_heads):
+        for r in range(counts.shape[0]):
+            mine = (figures, constants, slabs[r], per_slab, tables[r], lists[r], outliers[r], basis)
+            kept = (firsts[r], counts[r], begins[r], positions, tokens)
+            _add_frames(
+                family, (rows, q, tops, totals, out, s), skips, data, slab, mine, kept, head, sink, angles, scratch,
+                work, width,
+            )  # fmt: skip
+
+
+@jit_inner
 def attend_rows(
     family: int, qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any,
-    heads: Any, angles: Any, window: int, out: Any, width: int,
+    heads: Any, angles: Any, window: int, softmax: Any, out: Any, width: int,
 ) -> None:  # fmt: skip
     """Attention of rows of one evicted sequence, into the same rows of `out` [rows, heads * width].
 
     batch: the rows, their positions, which ascend, and how many kept rows of each head each of them skips,
     [rows, kv_heads]. chunks: slabs of the whole chunks before the frames. ring: the slab of positions from `start` on.
+    softmax: maxima and sums of what came before, [rows, heads] each (`engine.cpu.eviction.segment_kernels.clear_state`,
+    `add_segments`).
     """
     literally(width), literally(family)
-    rows, positions, skips = batch
+    (rows, positions, skips), (top, total) = batch, softmax
     kv_heads, per_page, size = heads[0].shape[0], pages[3][HEADS], out.shape[1]
     count, query_heads = rows.shape[0], size // width
-    scale = np.float32(LOG2_E / np.sqrt(np.float32(width)))
     q, s = np.empty((count, size), np.float32), np.empty(query_heads // kv_heads * PAGE, np.float32)
-    top, total = np.empty((count, query_heads), np.float32), np.empty((count, query_heads), np.float32)
     scratch = np.zeros(per_page * 2 * PAGE * width, np.float32)
     work = np.empty(work_floats(per_page, width), np.float32)
-    top[:], total[:] = LOWEST, np.float32(0)
-    for n in range(count):
-        out[rows[n]] = np.float32(0)
-        for i in range(size):
-            q[n, i] = qkv[rows[n], i] * scale
-        match_queries(q[n], kv_heads, pages[5], width)
+    _load_queries(qkv, rows, kv_heads, pages[5], q, width)
     state = (rows, q, top, total, out, s)
     for p in range(kv_heads // per_page):
         _add_chunks(family, state, positions, chunks, sink, pages, p, angles, window, scratch, work, width)

@@ -19,7 +19,8 @@ from engine.batching.batch import ForwardBatch, PrefillSpan
 from engine.cpu.attention import PagedAttention
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.eviction.decision import ColumnSource, HeadColumns
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
+from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag, group_segments
+from engine.cpu.eviction.segment_kernels import clear_state
 from engine.cpu.eviction.step_records import StepRecord
 from kvcache.eviction.coded_frames import HeadRows, RowMover
 from kvcache.eviction.kept_rows import KeptRows
@@ -135,7 +136,8 @@ class CodedStore:
 
     def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> CodedColumns:
         """As `KeptStore.answer_columns`."""
-        return CodedColumns(self._attention, self._mover, chunks, bag.kept.boundary, sink, bag, ring)
+        length = len(chunks) * CHUNK_TOKENS
+        return CodedColumns(self._attention, self._mover, chunks, length, sink, bag, ring)
 
     def pack_frames(
         self, kept_rows: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
@@ -149,9 +151,9 @@ class CodedStore:
         ]
         return self._mover.pack_frames(kept_rows, rows)
 
-    def list_kernels(self) -> list[Any]:
+    def list_kernels(self, segments: bool) -> list[Any]:
         """As `KeptStore.list_kernels`."""
-        return self._attention.list_kept_kernels()
+        return self._attention.list_kept_kernels(segments)
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
@@ -170,6 +172,7 @@ class RaggedCodes:
     ) -> None:
         self._attention, self._evicted, self._records = attention, list(evicted), list(records)
         self._skips = [work.count_skipped(windows) for work in evicted]
+        self._groups = group_segments(evicted)
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
@@ -185,9 +188,21 @@ class RaggedCodes:
     ) -> None:
         """Attention of the decode rows, and of the rows of evicted sequences, into the same rows of `out`."""
         self._attention.decode(layer, qkv, batch, window, out)
+        if not self._evicted:
+            return
+        all_rows = np.concatenate([work.rows for work in self._evicted])
+        tops, totals = clear_state(all_rows, self._attention.heads, out.numpy())
+        for group in self._groups:
+            members = group.members
+            state = tops[members], totals[members]
+            self._attention.add_segments(layer, qkv, all_rows[members], group, state, out)
+            tops[members], totals[members] = state
+        done = 0
         for work, skips in zip(self._evicted, self._skips, strict=True):
             rows: Any = (work.rows, work.positions, np.ascontiguousarray(skips[:, layer]))
-            self._attention.attend_kept(layer, qkv, rows, work, window, out)
+            mine = slice(done, done + len(skips))
+            self._attention.attend_kept(layer, qkv, rows, work, window, (tops[mine], totals[mine]), out)
+            done += len(skips)
 
     def prefill(
         self, layer: int, qkv: torch.Tensor, span: PrefillSpan, window: int, out: torch.Tensor

@@ -19,7 +19,7 @@ from engine.cpu.coded.families import (
     plain_kernels,
     turbo_kernels,
 )
-from engine.cpu.coded.frame_kernels import attend_rows, expand_rows, register_frames
+from engine.cpu.coded.frame_kernels import add_segments, attend_rows, expand_rows, register_frames
 from engine.cpu.coded.page_kernels import (
     CALIBRATED,
     GROUPED,
@@ -78,14 +78,20 @@ def build_page_kernels(family: int, width: int) -> PageKernels:
     @jit
     def ragged(
         qkv: Any, batch: Any, chunks: Any, ring: int, start: int, sink: Any, pages: Any, frames: Any, heads: Any,
-        angles: Any, window: int, out: Any,
+        angles: Any, window: int, softmax: Any, out: Any,
     ) -> None:  # fmt: skip
         attend_rows(
-            family, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, out, width
-        )
+            family, qkv, batch, chunks, ring, start, sink, pages, frames, heads, angles, window, softmax, out, width
+        )  # fmt: skip
+
+    @jit
+    def segments(
+        qkv: Any, rows: Any, sink: Any, data: Any, slab: int, frames: Any, heads: Any, angles: Any, state: Any, out: Any
+    ) -> None:  # fmt: skip
+        add_segments(family, qkv, rows, sink, data, slab, frames, heads, angles, state, out, width)
 
     @jit
     def map_queries(queries: Any, kv_heads: int, basis: Any, back: bool) -> None:
         map_rows(queries, kv_heads, basis, back, width)
 
-    return PageKernels(encode, decode, expand, shared, kept, ragged, map_queries)
+    return PageKernels(encode, decode, expand, shared, kept, ragged, segments, map_queries)

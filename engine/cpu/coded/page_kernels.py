@@ -66,6 +66,8 @@ class PageKernels:
     kept: Callable[..., None]
     # `engine.cpu.coded.frame_kernels.attend_rows`
     ragged: Callable[..., None]
+    # `engine.cpu.coded.frame_kernels.add_segments`
+    segments: Callable[..., None]
     # `engine.cpu.coded.stored_space.map_rows`
     map_queries: Callable[..., None]
 

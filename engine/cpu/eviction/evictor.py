@@ -20,24 +20,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import ADA, FASTGEN, PROFILE_ROWS, ZAP, decision_tokens
 from engine.cpu.attention import PagedAttention
 from engine.cpu.eviction.decision import ColumnSource, DecisionPoint, HeadColumns, HeadDecider
+from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag
 from engine.cpu.eviction.head_competition import HeadCompetition
 from engine.cpu.eviction.head_profile import list_profile_kernels
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag, KeptStore
+from engine.cpu.eviction.kept_sequences import BagMemory, KeptSequence
+from engine.cpu.eviction.ragged_attention import KeptStore
+from engine.cpu.eviction.segment_cuts import PackedRows, RowCutter, describe_segment
 from engine.cpu.eviction.step_records import PromptSums, QueryRecord, StepRecord, SumRecord
 from engine.cpu.eviction.surrogate_decision import SurrogateDecider
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.ada import Marks
-from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
+from kvcache.eviction.kept_rows import KeptRows
 from kvcache.eviction.policies import KeepRule, name_policy
 from kvcache.eviction.rank_bags import measure_bag
 from kvcache.eviction.zap import KeepSurrogate
@@ -65,29 +70,6 @@ class EvictionSetup:
     def rules(self) -> tuple[str, ...]:
         """The rules by which KV can be evicted, as `diptych.eviction_spec.KeepSpec` names them."""
         return (ADA, FASTGEN) if self.surrogate is None else (ADA, FASTGEN, self.surrogate.rule)
-
-
-@dataclass(slots=True)
-class KeptSequence:
-    """What the evictor has of one sequence."""
-
-    # [layers, 64, heads * head_dim]: the query of position p is in row p % 64; the positions, -1 without a query. There
-    # are no rows until one is recorded.
-    queries: Floats
-    positions: Ints
-    bag: KeptBag | None = None
-    # What `fastgen` decides from, until it has.
-    sums: PromptSums | None = None
-
-    def last_rows(self, length: int, count: int) -> Ints:
-        """The positions of the last `count` of `length` tokens. Raises ValueError if a query of theirs is missing."""
-        rows = np.arange(length - count, length)
-        missing = rows[self.positions[rows % PROFILE_ROWS] != rows]
-        if len(missing):
-            raise ValueError(
-                f"an eviction at {length} tokens needs the queries of position {missing[0]}, which was not computed"
-            )
-        return rows
 
 
 class CpuEvictor:
@@ -120,8 +102,7 @@ class CpuEvictor:
         self._first_layer = shard.layers[0]
         self._kinds, self._rule, self._group = setup.kinds, setup.rule, heads // pool.layout.kv_heads
         self._layout, self._windows = pool.layout, list(windows)
-        # [slabs, chunk_bytes]
-        self._memory = pool.data.view(-1).numpy().view(np.uint8).reshape(pool.num_slabs, -1)
+        self._bags = BagMemory(pool, store)
         self._decider = HeadDecider(self._layout, self._group, windows, setup.rule)
         self._competition = HeadCompetition(self._layout, self._group, windows)
         self._surrogate: SurrogateDecider | None = None
@@ -130,10 +111,18 @@ class CpuEvictor:
             self._surrogate = SurrogateDecider(self._layout, windows, part, frequencies)
         self.rules = setup.rules
         self._sequences: dict[str, KeptSequence] = {}
-        # The last plan: its sequence, the rows that are kept, and the bag's frames, [frames, frame_bytes].
-        self._plan: tuple[str, KeptRows, Bytes] | None = None
+        # The last plan: its sequence, and the rows and frames of new segments, and of the bag.
+        self._plan: tuple[str, list[PackedRows]] | None = None
+        self._cutter = RowCutter(self._layout, store)
         # The last rows that were marked: their sequence, its tokens, and the marks of each head.
         self._marked: tuple[str, int, list[Marks]] | None = None
+
+    @property
+    def cuts_kept(self) -> bool:
+        """Whether what is kept of whole chunks can become segments: it depends on nothing but them, and one rank has
+        all of it.
+        """
+        return self._alone and self._surrogate is not None and not any(self._windows)
 
     @property
     def recorded_bytes(self) -> int:
@@ -144,15 +133,16 @@ class CpuEvictor:
     @property
     def held_bytes(self) -> int:
         """Bytes beside the pool: recorded queries, maps, and the plan's copy of kept rows."""
-        bags = [sequence.bag for sequence in self._sequences.values() if sequence.bag is not None]
+        sequences = self._sequences.values()
+        bags = [bag for one in sequences for bag in (*one.segments, one.bag) if bag is not None]
         maps = sum(bag.tokens.nbytes + bag.kept.positions.nbytes for bag in bags)
         marks = [] if self._marked is None else self._marked[2]
-        plan = self._plan[2].nbytes if self._plan is not None else 0
+        plan = sum(frames.nbytes for _, frames in self._plan[1]) if self._plan is not None else 0
         return self.recorded_bytes + maps + plan + sum(one.nbytes for one in marks)
 
     def list_kernels(self) -> list[Any]:
         """The kernels that nothing but eviction uses."""
-        return [*self._store.list_kernels(), *list_profile_kernels(self._layout.head_dim)]
+        return [*self._store.list_kernels(self.cuts_kept), *list_profile_kernels(self._layout.head_dim)]
 
     def check_work(self, work: StepWork, kept: KeptWork) -> None:
         """Check that a work, with slabs numbered within the pool, fits what is known of its sequence.
@@ -166,14 +156,15 @@ class CpuEvictor:
         bag = None if sequence is None else sequence.bag
         if bag is None:
             raise ValueError(f"the kept rows of {kept.key} are unknown: load them first")
+        assert sequence is not None
         decided = decision_tokens(kept.prompt_tokens, work.start)
-        if (bag.kept.boundary, bag.kept.length) != (kept.spec.boundary, decided):
+        first = (*sequence.segments, bag)[0].kept
+        if (first.boundary, bag.kept.length) != (kept.spec.boundary, decided):
             raise ValueError(
-                f"the kept rows of {kept.key} are those of {bag.kept.length} tokens from {bag.kept.boundary} on,"
+                f"the kept rows of {kept.key} are those of {bag.kept.length} tokens from {first.boundary} on,"
                 f" not of {decided} from {kept.spec.boundary} on"
             )
-        if work.slabs[kept.spec.boundary_chunks + 1 :] != bag.slabs:
-            raise ValueError(f"the kept rows of {kept.key} are in other slabs: load them first")
+        sequence.check_slabs(kept.key, work.slabs[kept.spec.boundary_chunks :])
 
     def attend_to(self, works: Sequence[StepWork], sinks: Sequence[int]) -> PagedAttention:
         """The attention of a step of `works` in the pool, at least one of them with `kept`.
@@ -186,7 +177,9 @@ class CpuEvictor:
                 sink = sinks[number] if sinks else 0
                 records += self._record_rows(row, work, work.kept, sink)
                 if work.kept.evicted:
-                    evicted.append(EvictedWork(row, work, work.kept, self._bag_of(work.kept.key), sink))
+                    mine = self._sequences[work.kept.key]
+                    assert mine.bag is not None
+                    evicted.append(EvictedWork(row, work, work.kept, mine.bag, sink, mine.segments))
             row += len(work.tokens)
         return self._store.attend_to(evicted, records)
 
@@ -216,24 +209,26 @@ class CpuEvictor:
         """
         point, bag = self._find_point(order, slabs, sink)
         policies, kept = self._decide(order, point, bag, cuts)
-        kept_rows = KeptRows.from_heads(
-            self._layout,
-            order.spec.boundary,
-            point.length,
-            policies,
-            [one.positions.astype(np.int32) for one in kept],
-        )
         # The plan before it, if it was not applied, goes first.
         self._plan = None
-        kept_rows, frames = self._store.pack_frames(kept_rows, kept, point.source)
-        self._plan = order.key, kept_rows, frames
+        pieces, begin = list[PackedRows](), point.spec.boundary
+        if order.cuts and bag is None and self.cuts_kept and order.spec.rule == self.rules[-1]:
+            # Rows of the newest 64 tokens are not judged yet.
+            last = (point.length - CHUNK_TOKENS) // CHUNK_TOKENS
+            pieces = self._cutter.cut_segments(policies, kept, point.source, begin // CHUNK_TOKENS, last)
+            begin = pieces[-1][0].length if pieces else begin
+        pieces.append(self._cutter.pack_rows(policies, kept, point.source, begin, point.length))
+        self._plan = order.key, pieces
+        *segments, kept_rows = [packed for packed, _ in pieces]
+        known = [one.kept for one in self._sequences[order.key].segments] if bag is not None else []
         names = Counter(name_policy(policy, self._rule) for policy in policies.reshape(-1).tolist())
         return EvictionReport(
             kept_rows.num_slabs,
-            kept_rows.num_rows,
-            kept_rows.all_rows,
+            sum(one.num_rows for one in (*known, *segments, kept_rows)),
+            sum(one.all_rows for one in (*known, *segments, kept_rows)),
             dict(names),
             measure_bag(kept_rows),
+            segments=tuple(map(describe_segment, segments)),
         )
 
     def _decide(
@@ -285,33 +280,39 @@ class CpuEvictor:
         else:
             sequence.sums.require_complete(order.key)
         kinds = self._kinds[np.asarray(order.tokens)]
-        source, bag = self._find_source(order, slabs, sequence.bag, sink)
+        source, bag = self._find_source(order, slabs, sequence, sink)
+        if bag is not None:
+            # What is in segments stays as it is.
+            spec = structs.replace(spec, boundary=bag.kept.boundary)
         return DecisionPoint(prompt, spec, kinds, rows, sequence.queries, source), bag
 
     def apply_eviction(self, key: str, slabs: list[int]) -> None:
         """Write the planned rows of a sequence into `slabs` of the pool. Raises ValueError without a plan for them."""
         if self._plan is None or self._plan[0] != key:
             raise ValueError(f"no eviction of {key} was planned")
-        _, kept, scratch = self._plan
-        self._check_room(key, kept, slabs)
-        frames = frames_per_slab(self._layout)
-        for index, slab in enumerate(slabs[: kept.num_slabs]):
-            part = scratch[index * frames : (index + 1) * frames].reshape(-1)
-            self._memory[slab, : len(part)] = part
+        *segments, (kept, frames) = self._plan[1]
+        counts = [0, *accumulate(packed.num_slabs for packed, _ in segments)]
+        self._check_room(key, kept, slabs[counts[-1] :])
         sequence, self._plan = self._open_sequence(key), None
-        sequence.bag, sequence.sums = self._store.open_bag(kept, slabs), None
+        opened = [
+            self._bags.write_frames(*packed, slabs[slice(*places)])
+            for packed, places in zip(segments, pairwise(counts), strict=True)
+        ]
+        # A later decision leaves the segments as they are.
+        if not (sequence.segments and sequence.segments[-1].kept.length == kept.boundary):
+            sequence.segments = opened
+        sequence.bag, sequence.sums = self._bags.write_frames(kept, frames, slabs[counts[-1] :]), None
 
     def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
-        """Read the map of a bag in `slabs` of the pool. Raises ValueError if it is none, or that of another decision
-        than the one at `length` tokens with this `boundary`.
+        """Read the maps of segments and of a bag in `slabs` of the pool. Raises ValueError if there are none, or those
+        of another decision than the one at `length` tokens with this `boundary`.
         """
         if not slabs or min(slabs) < 0 or max(slabs) >= self.pool.num_slabs:
             raise ValueError(f"slabs {slabs} are not all in a pool of {self.pool.num_slabs}")
-        frame, per_slab = frame_bytes(self._layout), frames_per_slab(self._layout)
-        lead = map_frames(self._memory[slabs[0], :frame].tobytes(), self._layout, len(slabs))
-        used = slabs[: -(-lead // per_slab)]
-        data = b"".join(self._memory[slab, : per_slab * frame].tobytes() for slab in used)[: lead * frame]
-        kept = KeptRows.decode(data, self._layout)
+        segments = self._bags.read_segments(boundary, length, slabs) if self.cuts_kept else []
+        slabs = slabs[sum(len(one.slabs) for one in segments) :]
+        boundary = segments[-1].kept.length if segments else boundary
+        kept = self._bags.read_map(slabs)
         self._check_room(key, kept, slabs)
         if (kept.boundary, kept.length) != (boundary, length):
             raise ValueError(
@@ -319,13 +320,24 @@ class CpuEvictor:
                 f" not of {length} from {boundary} on"
             )
         kept.require_full_heads(self._windows)
-        self._open_sequence(key).bag = self._store.open_bag(kept, slabs)
+        sequence = self._open_sequence(key)
+        sequence.segments, sequence.bag = segments, self._store.open_bag(kept, slabs)
 
     def _check_room(self, key: str, kept: KeptRows, slabs: list[int]) -> None:
         """Raises ValueError unless the slabs of a bag are as many as it needs; more, if other ranks may need them."""
         need = kept.num_slabs
         if len(slabs) < need or (self._alone and len(slabs) > need):
             raise ValueError(f"the kept rows of {key} need {need} slabs, not {len(slabs)}")
+
+    def repeat_bag(self, key: str) -> int:
+        """Let the bag of a sequence stand for a segment, too, so that the kernels of segments are compiled.
+
+        Returns how many slabs it has, which come before the ring from now on.
+        """
+        sequence = self._sequences[key]
+        assert sequence.bag is not None
+        sequence.segments = [sequence.bag]
+        return len(sequence.bag.slabs)
 
     def forget_sequence(self, key: str) -> None:
         """Drop all that is known of a sequence, if anything is."""
@@ -343,7 +355,7 @@ class CpuEvictor:
         return self._sequences[key]
 
     def _find_source(
-        self, order: EvictionOrder, slabs: list[int], bag: KeptBag | None, sink: int
+        self, order: EvictionOrder, slabs: list[int], sequence: KeptSequence, sink: int
     ) -> tuple[ColumnSource, KeptBag | None]:
         """What the heads of a sequence have; and its bag, None at the end of the prompt. Raises ValueError if `slabs`
         are others.
@@ -353,15 +365,15 @@ class CpuEvictor:
             if len(slabs) < layout.num_chunks(length):
                 raise ValueError(f"{length} tokens are not in {len(slabs)} slabs")
             return self._store.prompt_columns(slabs, length, sink), None
-        chunks = spec.boundary_chunks
-        before = length - CHUNK_TOKENS
-        if bag is None or (bag.kept.boundary, bag.kept.length) != (spec.boundary, before):
+        chunks, bag = spec.boundary_chunks, sequence.bag
+        before, segments = length - CHUNK_TOKENS, sequence.segments
+        if bag is None or ((*segments, bag)[0].kept.boundary, bag.kept.length) != (spec.boundary, before):
             raise ValueError(
                 f"the rows that {order.key} kept at {before} tokens are unknown: load them first"
             )
-        if slabs[chunks + 1 :] != bag.slabs:
-            raise ValueError(f"the kept rows of {order.key} are in other slabs: load them first")
-        return self._store.answer_columns(bag, slabs[:chunks], slabs[chunks], sink), bag
+        sequence.check_slabs(order.key, slabs[chunks:])
+        ring = slabs[chunks + len(sequence.segment_slabs)]
+        return self._store.answer_columns(bag, slabs[:chunks], ring, sink), bag
 
     def _record_rows(self, row: int, work: StepWork, kept: KeptWork, sink: int) -> list[StepRecord]:
         """What is recorded of a work's rows, of which the first is `row` of the step."""
@@ -390,8 +402,3 @@ class CpuEvictor:
         source = self._store.prompt_columns(work.slabs, int(tokens[-1]) + 1, sink)
         near = self._rule.window_tokens(kept.prompt_tokens, kept.spec.boundary)
         return [SumRecord(sequence.sums, source, self._group, self._windows, near, rows, tokens)]
-
-    def _bag_of(self, key: str) -> KeptBag:
-        bag = self._sequences[key].bag
-        assert bag is not None
-        return bag

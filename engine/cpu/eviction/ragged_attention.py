@@ -1,11 +1,11 @@
 """Attention of decode rows whose heads keep different tokens, on the CPU: after eviction
 (`engine.cpu.eviction.evictor`).
 
-Such a row reads the whole chunks that no head evicts from, then the frames of its head
-(`kvcache.eviction.kept_rows`), then the newest tokens. These are in the ring: one ordinary slab, in which position p
-is row p % 64.
+Such a row reads its segments, if it has any (`engine.cpu.eviction.segment_kernels`), then the whole chunks that no
+head evicts from, then the frames of its head (`kvcache.eviction.kept_rows`), then the newest tokens. These are in the
+ring: one ordinary slab, in which position p is row p % 64.
 
-    row ──▶ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
+    row ──▶ segment · segment · ... │ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
 
 Every row is computed alone, with the kernels of `engine.cpu.attention`. So its result does not depend on other rows to
 the last bit: a block of rows of one sequence gives the same bits as one row per step. Chunks that several rows share
@@ -18,7 +18,7 @@ queries from which the next eviction is decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -28,99 +28,27 @@ from numba.misc.special import literally
 from numpy.typing import NDArray
 
 from engine.batching.batch import ForwardBatch, PrefillSpan
-from engine.cpu.attention import (
-    CACHE_LINE_FLOATS,
-    KEYS_PER_PASS,
-    PAGE,
-    PREFETCH_FLOATS,
-    CpuAttention,
-    PagedAttention,
-    mix_values,
-    score_page,
-    softmax_page,
-)
+from engine.batching.prefix_plan import SharingPrice
+from engine.cpu.attention import PAGE, CpuAttention, PagedAttention, mix_values, score_page, softmax_page
 from engine.cpu.eviction.decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
+from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag, SegmentRows, pad_table
+from engine.cpu.eviction.segment_kernels import (
+    FRAME,
+    add_piece,
+    attend_frames,
+    build_segment_kernel,
+    clear_state,
+    hold_frames,
+)
 from engine.cpu.eviction.step_records import StepRecord
-from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner, prefetch
-from engine.step_work import KeptWork, StepWork
-from kvcache.eviction.kept_rows import FRAME_TOKENS, KeptRows
+from engine.cpu.jit import LOG2_E, LOWEST, jit, jit_inner
+from engine.cpu.simd import LANES
+from kvcache.eviction.kept_rows import KeptRows
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-
-FRAME = FRAME_TOKENS
-
-
-@dataclass(slots=True)
-class KeptBag:
-    """The kept rows of a sequence, and the slabs of the pool that they are in.
-
-    `tokens` are the numbers of the rows' tokens (`KeptRows.number_tokens`), for pools whose frames need them.
-    """
-
-    kept: KeptRows
-    slabs: list[int]
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    # [layers, kv_heads]
-    counts: Ints = field(init=False)
-    frames: Ints = field(init=False)
-    # First frames of the table of tokens and of the list of outliers.
-    table_frame: int = field(init=False)
-    outlier_frame: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts, self.frames = self.kept.counts.astype(np.int64), self.kept.first_frames
-        self.table_frame, self.outlier_frame = self.kept.table_frame, self.kept.outlier_frame
-
-    def count_before(self, positions: Ints, layer: int) -> Ints:
-        """How many kept rows of each head of a layer are below each of `positions`, [positions, kv_heads]."""
-        heads = range(self.counts.shape[1])
-        kept = (self.kept.head_positions(layer, head) for head in heads)
-        return np.stack([np.searchsorted(one, positions) for one in kept], axis=1)
-
-
-@dataclass(frozen=True, slots=True)
-class EvictedWork:
-    """A work of an evicted sequence in a step, whose first row is `row`, with its bag.
-
-    `sink` is the place of its first token among the sinks, for pools with a codec.
-    """
-
-    row: int
-    work: StepWork
-    kept: KeptWork
-    bag: KeptBag
-    sink: int
-
-    @property
-    def positions(self) -> Ints:
-        """Of its tokens."""
-        return np.arange(self.work.start, self.work.start + len(self.work.tokens))
-
-    @property
-    def rows(self) -> Ints:
-        """Its rows of the step."""
-        return self.row + np.arange(len(self.work.tokens))
-
-    @property
-    def chunks(self) -> list[int]:
-        """Slabs of the whole chunks that no head evicts from."""
-        return self.work.slabs[: self.kept.spec.boundary_chunks]
-
-    @property
-    def ring(self) -> int:
-        """The slab of the newest tokens."""
-        return self.work.slabs[self.kept.spec.boundary_chunks]
-
-    def count_skipped(self, windows: Sequence[int]) -> Ints:
-        """Kept rows before the window of each token, [tokens, layers, kv_heads]; `windows` by layer, 0: none."""
-        skips = np.zeros((len(self.work.tokens), *self.bag.counts.shape), np.int64)
-        for layer, window in enumerate(windows):
-            if window:
-                skips[:, layer] = self.bag.count_before(self.positions + 1 - window, layer)
-        return skips
 
 
 class KeptStore(Protocol):
@@ -133,7 +61,10 @@ class KeptStore(Protocol):
         """The columns of a prompt in whole chunks, whose first token is at `sink` among the sinks."""
 
     def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
-        """The columns of an evicted sequence: those of `chunks`, of its bag, and of a ring full of new tokens."""
+        """The columns of an evicted sequence: those of `chunks`, of its bag, and of a ring full of new tokens.
+
+        Those of segments are left out: they are not decided about again.
+        """
 
     def pack_frames(
         self, kept_rows: KeptRows, heads: Sequence[HeadColumns], source: ColumnSource
@@ -143,8 +74,8 @@ class KeptStore(Protocol):
         `source` is what the columns of the heads, those of layer 0 first, were found in.
         """
 
-    def list_kernels(self) -> list[Any]:
-        """The kernels that work with evicted sequences only."""
+    def list_kernels(self, segments: bool) -> list[Any]:
+        """The kernels that work with evicted sequences only; those of segments if there may be any."""
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """The attention of a step in which sequences are evicted, or their queries recorded."""
@@ -178,26 +109,6 @@ class RaggedRows:
 
 
 @jit_inner
-def _score_frame(q: Any, key: Any, s: Any, at: Any, group: int, width: int) -> None:
-    """Scores of one frame: s[g, at + t] = q[g] · key[t]; as `score_page`."""
-    literally(width)
-    for t in range(0, FRAME, KEYS_PER_PASS):
-        for line in range(KEYS_PER_PASS * width // CACHE_LINE_FLOATS):
-            prefetch(key, t * width + PREFETCH_FLOATS + line * CACHE_LINE_FLOATS)
-        for g in range(group):
-            a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(width):
-                x = q[g * width + i]
-                k = t * width + i
-                a += x * key[k]
-                b += x * key[k + width]
-                c += x * key[k + 2 * width]
-                d += x * key[k + 3 * width]
-            o = g * PAGE + at + t
-            s[o], s[o + 1], s[o + 2], s[o + 3] = a, b, c, d
-
-
-@jit_inner
 def _attend_chunks(
     q: Any, begin: Any, chunks: Any, count: Any, top: Any, total: Any, acc: Any, s: Any,
     pool: Any, slab: int, place: Any, width: int,
@@ -210,30 +121,6 @@ def _attend_chunks(
         score_page(q, pool[at : at + page], s, group, width)
         softmax_page(s, top, total, acc, first, PAGE, width)
         mix_values(s, pool[at + page : at + 2 * page], acc, group, first, PAGE, width)
-
-
-@jit_inner
-def _attend_frames(
-    q: Any, skip: Any, count: Any, frame: Any, bag: Any, top: Any, total: Any, acc: Any, s: Any,
-    pool: Any, slab: int, width: int,
-) -> None:  # fmt: skip
-    """Add the kept rows skip..count-1 of one KV head, in the frames from `frame` on, four frames at a time."""
-    literally(width)
-    group, half = top.shape[0], FRAME * width
-    per_slab = slab // (2 * half)
-    for start in range(skip // PAGE * PAGE, count, PAGE):
-        used = min(PAGE, count - start)
-        for t in range(0, used, FRAME):
-            f = frame + (start + t) // FRAME
-            at = bag[f // per_slab] * slab + f % per_slab * 2 * half
-            _score_frame(q, pool[at : at + half], s, t, group, width)
-        first = max(0, skip - start)
-        softmax_page(s, top, total, acc, first, used, width)
-        for t in range(first // FRAME * FRAME, used, FRAME):
-            f = frame + (start + t) // FRAME
-            at = bag[f // per_slab] * slab + f % per_slab * 2 * half + half
-            low, high = max(0, first - t), min(FRAME, used - t)
-            mix_values(s[t:], pool[at : at + half], acc, group, low, high, width)
 
 
 @jit_inner
@@ -257,23 +144,46 @@ def attend_ring(
     mix_values(s, value, acc, group, first, PAGE, width)
 
 
+@jit_inner
+def _attend_with_segments(
+    q: Any, numbers: Any, head: Any, segments: Any, line: Any, held: Any, top: Any, total: Any, acc: Any, s: Any,
+    pool: Any, slab: int, width: int,
+) -> None:  # fmt: skip
+    """Add the kept rows of one KV head in some segments, and in the bag, whose rows, first frame and slabs are `line`.
+
+    Models with segments have no sliding windows, so nothing is skipped.
+    """
+    literally(width)
+    (slabs, counts, frames), (rows, frame, bag), there = segments, line, 0
+    for m in range(numbers.shape[0]):
+        r = numbers[m]
+        there = hold_frames(
+            q, counts[r, head], frames[r, head], slabs[r], held, there, top, total, acc, s, pool, slab, width
+        )
+    there = hold_frames(q, rows, frame, bag, held, there, top, total, acc, s, pool, slab, width)
+    if there > 0:
+        add_piece(held, there, top, total, acc, s, pool, width)
+
+
 @cache
 def build_ragged_kernel(width: int) -> Callable[..., None]:
     """The decode kernel for ragged rows of one head dimension; `RaggedAttention.decode` calls it.
 
-    Arrays are those of `RaggedRows`; those by layer are of one layer.
+    Arrays are those of `RaggedRows` and `SegmentRows`; those by layer are of one layer. `state` and the rows of `out`
+    have what came before, as `engine.cpu.eviction.segment_kernels.clear_state` makes it, or the kernel of segments
+    leaves it.
     """
 
     @jit
     def run(
         qkv: Any, rows: Any, positions: Any, owners: Any, starts: Any, prefixes: Any, rings: Any, chunks: Any,
         bags: Any, counts: Any, frames: Any, skips: Any, pool: Any, slab: int, offset: int,
-        heads: int, kv_heads: int, window: int, out: Any,
+        heads: int, kv_heads: int, window: int, alone: Any, segments: Any, state: Any, out: Any,
     ) -> None:  # fmt: skip
         scale = np.float32(LOG2_E / np.sqrt(np.float32(width)))
-        group = heads // kv_heads
+        group, (tops, totals), (numbers, counts_alone) = heads // kv_heads, state, alone
+        held = np.empty(PAGE // FRAME, np.int64), np.empty(PAGE // FRAME, np.int64)
         q, s = np.empty(group * width, np.float32), np.empty(group * PAGE, np.float32)
-        top, total = np.empty(group, np.float32), np.empty(group, np.float32)
         for n in range(rows.shape[0]):
             o, length = owners[n], positions[n] + 1
             begin = max(0, length - window) if window > 0 else 0
@@ -283,23 +193,20 @@ def build_ragged_kernel(width: int) -> Callable[..., None]:
                 for i in range(group * width):
                     q[i] = qkv[rows[n], at + i] * scale
                 acc = out[rows[n], at : at + group * width]
-                top[:], total[:], acc[:] = LOWEST, np.float32(0), np.float32(0)
+                top, total = tops[n, h * group : (h + 1) * group], totals[n, h * group : (h + 1) * group]
                 _attend_chunks(q, begin, chunks[o], prefixes[o], top, total, acc, s, pool, slab, place, width)
-                _attend_frames(
-                    q, skips[n, h], counts[o, h], frames[o, h], bags[o], top, total, acc, s, pool, slab, width
-                )
-                attend_ring(
-                    q,
-                    newest % PAGE,
-                    length - newest,
-                    rings[o] * slab + place,
-                    top,
-                    total,
-                    acc,
-                    s,
-                    pool,
-                    width,
-                )
+                line = counts[o, h], frames[o, h], bags[o]
+                if counts_alone[o] == 0:
+                    attend_frames(
+                        q, skips[n, h], line[0], line[1], line[2], top, total, acc, s, pool, slab, width
+                    )
+                else:
+                    mine = numbers[o, : counts_alone[o]]
+                    _attend_with_segments(
+                        q, mine, h, segments, line, held, top, total, acc, s, pool, slab, width
+                    )
+                ring = rings[o] * slab + place
+                attend_ring(q, newest % PAGE, length - newest, ring, top, total, acc, s, pool, width)
                 for g in range(group):
                     share = np.float32(1) / total[g]
                     for i in range(width):
@@ -327,7 +234,7 @@ class RawStore:
     def answer_columns(self, bag: KeptBag, chunks: Sequence[int], ring: int, sink: int) -> ColumnSource:
         """As `KeptStore.answer_columns`."""
         newest = np.arange(bag.kept.length, bag.kept.length + PAGE)
-        prefix = ChunkColumns.of_prompt(self._layout, self._rows, chunks, bag.kept.boundary)
+        prefix = ChunkColumns.of_prompt(self._layout, self._rows, chunks, len(chunks) * PAGE)
         last = ChunkColumns(self._layout, self._rows, np.full(PAGE, ring, np.int64), newest)
         return BagColumns(prefix, bag.kept, bag.slabs, last)
 
@@ -345,13 +252,19 @@ class RawStore:
             scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
         return kept_rows, frames
 
-    def list_kernels(self) -> list[Any]:
+    def list_kernels(self, segments: bool) -> list[Any]:
         """As `KeptStore.list_kernels`."""
-        return [build_ragged_kernel(self._layout.head_dim)]
+        more = [build_segment_kernel(self._layout.head_dim)] if segments else []
+        return [build_ragged_kernel(self._layout.head_dim), *more]
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""
-        return RaggedAttention(self._attention, self._pack_rows(evicted) if evicted else None, records)
+        if not evicted:
+            return RaggedAttention(self._attention, None, None, records)
+        group = self._attention.heads // self._layout.kv_heads
+        price = SharingPrice(self._attention.alone, group, LANES)
+        segments = SegmentRows.of_works(evicted, self._layout, price)
+        return RaggedAttention(self._attention, self._pack_rows(evicted), segments, records)
 
     def _pack_rows(self, evicted: Sequence[EvictedWork]) -> RaggedRows:
         """The ragged rows of a step."""
@@ -363,22 +276,14 @@ class RawStore:
             starts=np.array([bag.kept.length for bag in bags], np.int64),
             prefixes=np.array([len(work.chunks) for work in evicted], np.int64),
             rings=np.array([work.ring for work in evicted], np.int64),
-            chunks=_pad_table([work.chunks for work in evicted]),
-            bags=_pad_table([bag.slabs for bag in bags]),
+            chunks=pad_table([work.chunks for work in evicted]),
+            bags=pad_table([bag.slabs for bag in bags]),
             counts=np.stack([bag.counts for bag in bags], axis=1),
             frames=np.stack([bag.frames for bag in bags], axis=1),
             skips=np.ascontiguousarray(
                 np.concatenate([work.count_skipped(self._windows) for work in evicted]).swapaxes(0, 1)
             ),
         )
-
-
-def _pad_table(lists: Sequence[list[int]]) -> Ints:
-    """[lists, longest], padded with 0."""
-    table = np.zeros((len(lists), max(map(len, lists))), np.int64)
-    for line, values in zip(table, lists, strict=True):
-        line[: len(values)] = values
-    return table
 
 
 class RaggedAttention:
@@ -388,10 +293,15 @@ class RaggedAttention:
     """
 
     def __init__(
-        self, attention: CpuAttention, ragged: RaggedRows | None, records: Sequence[StepRecord]
+        self,
+        attention: CpuAttention,
+        ragged: RaggedRows | None,
+        segments: SegmentRows | None,
+        records: Sequence[StepRecord],
     ) -> None:
         self._attention, self._ragged, self._records = attention, ragged, list(records)
-        self._kernel = build_ragged_kernel(attention.layout.head_dim)
+        self._segments, width = segments, attention.layout.head_dim
+        self._kernel, self._read_segments = build_ragged_kernel(width), build_segment_kernel(width)
 
     def write(
         self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, rotary: tuple[Floats, Floats],
@@ -407,14 +317,26 @@ class RaggedAttention:
     ) -> None:
         """Attention of the decode rows, and of the ragged rows, into the same rows of `out`."""
         self._attention.decode(layer, qkv, batch, window, out)
-        if self._ragged is None:
+        if self._ragged is None or self._segments is None:
             return
         one, layout, itemsize = self._ragged, self._attention.layout, self._attention.layout.itemsize
+        pool, slab, heads = (
+            self._attention.data.view(-1).numpy(),
+            layout.chunk_bytes // itemsize,
+            self._attention.heads,
+        )
+        state = clear_state(one.rows, heads, out.numpy())
+        segments, tables = self._segments, self._segments.of_layer(layer)
+        if len(segments.runs):
+            self._read_segments(
+                qkv.numpy(), one.rows, segments.members, segments.bounds, segments.runs, tables, pool, slab, heads,
+                layout.kv_heads, state, out.numpy(),
+            )  # fmt: skip
         self._kernel(
             qkv.numpy(), one.rows, one.positions, one.owners, one.starts, one.prefixes, one.rings, one.chunks,
-            one.bags, one.counts[layer], one.frames[layer], one.skips[layer],
-            self._attention.data.view(-1).numpy(), layout.chunk_bytes // itemsize,
-            layer * layout.layer_bytes // itemsize, self._attention.heads, layout.kv_heads, window, out.numpy(),
+            one.bags, one.counts[layer], one.frames[layer], one.skips[layer], pool, slab,
+            layer * layout.layer_bytes // itemsize, heads, layout.kv_heads, window,
+            (segments.alone, segments.counts_alone), tables, state, out.numpy(),
         )  # fmt: skip
 
     def prefill(

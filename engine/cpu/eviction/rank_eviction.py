@@ -109,6 +109,15 @@ class RankEvictor:
         """As `EvictingRunner.keep_rules`."""
         return self._evictors[0].rules if self._evictors else ()
 
+    @property
+    def cuts_kept(self) -> bool:
+        """Whether what is kept of prompts can become segments (`kvcache.eviction.kept_segments`), in all pools."""
+        return self.can_evict and all(one.cuts_kept for one in self._evictors)
+
+    def repeat_bag(self, key: str, slabs: Sequence[int]) -> int:
+        """As `CpuEvictor.repeat_bag`, of a sequence in these slabs."""
+        return self._find_evictor(slabs).repeat_bag(key)
+
     def list_kernels(self) -> list[Any]:
         """The kernels that nothing but eviction uses, of all pools; none if nothing may be evicted."""
         return [kernel for evictor in self._evictors for kernel in evictor.list_kernels()]
@@ -196,13 +205,18 @@ def merge_reports(reports: Reports, layout: KvLayout, shards: Sequence[Shard]) -
     )
 
 
-def warm_eviction(runner: EvictingRunner, pool: KvPool, max_model_len: int) -> None:
-    """Evict a short prompt in a pool of the runner by each rule, and decode behind it; nothing of it stays."""
+def warm_eviction(runner: EvictingRunner, evictor: RankEvictor, pool: KvPool, max_model_len: int) -> None:
+    """Evict a short prompt in a pool of the runner by each rule, and decode behind it; nothing of it stays.
+
+    `evictor` is that of the runner.
+    """
     for rule in runner.keep_rules:
-        _warm_rule(runner, pool, max_model_len, KeepSpec(0.5, rule=rule))
+        _warm_rule(runner, evictor, pool, max_model_len, KeepSpec(0.5, rule=rule))
 
 
-def _warm_rule(runner: EvictingRunner, pool: KvPool, max_model_len: int, spec: KeepSpec) -> None:
+def _warm_rule(
+    runner: EvictingRunner, evictor: RankEvictor, pool: KvPool, max_model_len: int, spec: KeepSpec
+) -> None:
     owner, tokens = "warm", [0] * min(CHUNK_TOKENS // 2, max_model_len - 1)
     slabs = pool.take_slabs(1, owner)
     try:
@@ -218,6 +232,12 @@ def _warm_rule(runner: EvictingRunner, pool: KvPool, max_model_len: int, spec: K
             # The second decision reads frames.
             runner.run([StepWork(block, len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
             runner.plan_eviction(EvictionOrder(owner, tokens + block, len(tokens), spec, slabs))
+        if spec.needs_weights and evictor.cuts_kept:
+            bag, again = (
+                slabs[1:],
+                replace(kept, evicted=True, segment_slabs=evictor.repeat_bag(owner, slabs)),
+            )
+            runner.run([StepWork([0], len(tokens), [*bag, *slabs], "last", 0, again)])
     finally:
         runner.forget_kept(owner)
         pool.give_back(slabs, owner)

@@ -151,5 +151,5 @@ def test_a_sequence_without_a_bag_fails_and_frees_everything() -> None:
     seq = bench.evicted("a", bag=0)
     bench.role.take_over(seq, bench.now_s)
     [failed] = [message for message in bench.prefill.line.said if isinstance(message, Failed)]
-    assert (failed.code, failed.message) == ("internal_error", "3 slabs do not hold a bag behind 2 chunks")
+    assert (failed.code, failed.message) == ("internal_error", "3 slabs do not hold a bag behind 2 others")
     bench.check_rest()

@@ -17,6 +17,7 @@ from diptych.request import Tenancy
 from engine.eviction.decision_points import DecisionPoints
 from engine.protocols import EvictionOrder, EvictionReport
 from engine.sequence import Sequence, SequenceRefused, num_chunks
+from kvcache.eviction.kept_segments import KeptSegment
 from tests.unit.engine.conservation import Conservation
 from tests.unit.engine.fakes import EngineBench, FakeRunner, FixedRate, alone, sampling, sequence
 from tests.unit.engine.loop_outputs import RecordingObserver
@@ -186,7 +187,7 @@ def test_the_best_sequence_is_not_the_one_that_pays_for_its_bag(
     bench.engine.copy_rate = FixedRate(1e12 if parks else 1e-12)
     has_room, asked = bench.engine.table.has_room_for_bag, list[str]()
 
-    def refuse_twice(seq: Sequence, bag_slabs: int) -> bool:
+    def refuse_twice(seq: Sequence, bag_slabs: int, segments: tuple[KeptSegment, ...] = ()) -> bool:
         asked.extend([seq.id] * (seq.id == "one"))
         return asked not in (["one"], ["one"] * 3) and has_room(seq, bag_slabs)
 

@@ -42,7 +42,7 @@ def test_rows_of_one_block_fit_into_a_prefix_a_ring_and_a_bag(
         (99, 1, 3, True, "not within one block"),
         (100, 65, 3, True, "not within one block"),
         (163, 2, 3, True, "not within one block"),
-        (100, 1, 2, True, "too few for 1 chunks and a bag"),
+        (100, 1, 2, True, "too few for 1 before a ring and a bag"),
         (1023, 2, 3, True, "are not within 0..1023"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from diptych.errors import StaleTicket, TransferError
 from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from kvcache.eviction.kept_segments import KeptSegment
 from kvcache.layout import KvLayout
 from kvtransfer import ticket as tickets
 from kvtransfer.digests import (
@@ -335,6 +336,7 @@ def test_digests_are_bound_to_every_term(algorithm: str) -> None:
         "keep": KeepSpec(0.95),
         "num_bag_slabs": 1,
         "bag": BagSplit(2, 1),
+        "segments": (KeptSegment(3, 2, bytes(16)),),
     }
     assert set(others) == set(base.__struct_fields__)
     assert base.codec == ""

@@ -125,7 +125,7 @@ class WorldWorker:
         hello = make_hello(
             self.name, self.life, link, pid=self.pid, slabs=self.slabs, kv_class=self.kv_class, **changes
         )
-        keep = list(self.keep_classes) if self.traits == TRAITS else []
+        keep = list(self.keep_classes) if set(TRAITS).issubset(self.traits) else []
         return structs.replace(hello, keep_classes=keep, traits=self.traits)
 
     @property

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from diptych.eviction_spec import ADA, FASTGEN, PROFILE_ROWS, ZAP, KeepSpec
 from diptych.messages import Admit, Generate, Prefill
+from diptych.request import SEGMENTS, TRAITS
 from router.effects import ClockTick, FailRequest, RequestArrived
 from router.requests.request_state import RequestState
 from router.routing.load_ledger import LoadLedger
@@ -58,6 +59,34 @@ def test_requests_that_evict_go_to_workers_that_can() -> None:
     assert isinstance(other, Prefill) and not other.keep.evicts
     assert world.workers["prefill-0"].held, "a request that keeps everything may go anywhere"
     assert world.relay.capabilities.served_classes.keep == ["raw"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lacking", "cut"),
+    [
+        ("zap@0123456789abcdef", None, True),
+        ("zap@0123456789abcdef", "prefill-0", False),
+        ("zap@0123456789abcdef", "decode-0", False),
+        (ZAP, None, False),
+        (ADA, None, False),
+    ],
+)
+def test_kept_rows_are_cut_where_both_workers_exchange_segments(
+    rule: str, lacking: str | None, cut: bool
+) -> None:
+    """And the running attempt can then be decoded by such workers only."""
+    world = FakeDeployment(local_prefill="never")
+    for name in PAIR:
+        traits = TRAITS if name == lacking else (*TRAITS, SEGMENTS)
+        world.join(name, kv_class="raw", keep_classes=RAW, traits=traits)
+    for name in PAIR:
+        world.flush(name)
+    [order] = ask(world, "r", KeepSpec(0.5, 64, rule))
+    assert isinstance(order, Prefill) and order.cuts_kept == cut
+    [state] = world.relay.live.values()
+    assert (SEGMENTS in state.attempt_need.traits) == cut and SEGMENTS not in state.need.traits
+    [whole] = ask(world, "whole", KeepSpec())
+    assert isinstance(whole, Prefill) and not whole.cuts_kept
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from diptych.eviction_spec import KeepSpec
 from engine.batching.batch import pack_batch
 from engine.cpu.coded.compiled_attention import CompiledAttention
 from engine.cpu.coded.kept_store import CodedColumns, CodedStore
-from engine.cpu.eviction.ragged_attention import EvictedWork, KeptBag
+from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag
 from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.kept_rows import FrameFormat, KeptRows, frame_bytes, frames_per_slab, most_bag_slabs
 from kvcache.layout import KvLayout

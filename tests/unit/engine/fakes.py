@@ -49,7 +49,7 @@ def sequence(
     return Sequence(id=name, prompt=tokens, sampling=asked or sampling(), **settings)  # type: ignore[arg-type]
 
 
-def following(tokens: list[int]) -> int:
+def following(tokens: list[int] | bytearray) -> int:
     """The token that the hash model writes after `tokens`."""
     return hashlib.sha256(bytes(tokens)).digest()[0] % VOCAB
 
@@ -62,16 +62,18 @@ def kept_rows(rows: list[tuple[int, int]], queries: list[int], boundary: int) ->
 
 def alone(seq: Sequence, max_model_len: int = 10_000) -> list[int]:
     """What the hash model writes after a prompt, undisturbed: what its head dropped, it does not read."""
-    output: list[int] = []
-    rows, prompt = list(enumerate(seq.prompt)), len(seq.prompt)
+    output, tokens = list[int](), list(seq.prompt)
+    rows, prompt, read = list(enumerate(tokens)), len(tokens), bytearray(tokens)
     while len(output) < seq.sampling.max_tokens and prompt + len(output) < max_model_len:
-        output.append(following([token for _, token in rows]))
+        output.append(following(read))
         if output[-1] in seq.sampling.stop_token_ids:
             break
-        tokens = seq.prompt + output[:-1]
         if seq.keep.evicts and len(tokens) == decision_tokens(prompt, len(tokens)):
             rows = kept_rows(rows, tokens[-CHUNK_TOKENS:], seq.keep.boundary)
+            read = bytearray(token for _, token in rows)
         rows.append((len(tokens), output[-1]))
+        tokens.append(output[-1])
+        read.append(output[-1])
     return output
 
 

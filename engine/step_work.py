@@ -9,6 +9,9 @@ from diptych.eviction_spec import KeepSpec, decision_tokens
 from engine.sequence import Sequence
 from kvcache.layout import KvLayout
 
+# Most rows of a step whose kernels one kernel calls (`engine.cpu.fused_step`). Beyond, the way between kernels takes a
+# few percent of a step.
+MAX_FUSED_ROWS = 128
 # What a work may return in place of logits: the hidden state behind the last layer of its last or first token, or the
 # sum of all.
 POOLED_ROWS = LAST_ROW, FIRST_ROW, SUMMED_ROWS = ("last_hidden", "first_hidden", "summed_hidden")

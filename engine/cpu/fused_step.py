@@ -38,8 +38,6 @@ Ints = NDArray[np.int64]
 
 # Products of a layer, in the order of the table of matrices.
 NUM_PRODUCTS = 4
-# Beyond, the way between kernels takes a few percent of a step.
-MAX_ROWS = 128
 
 
 @jit_inner
@@ -173,7 +171,9 @@ class _Tables:
 
 
 class FusedStep:
-    """Computes steps of one decoder with up to `MAX_ROWS` rows. Only one thread at a time may use it.
+    """Computes steps of one decoder with up to `MAX_FUSED_ROWS` rows (`engine.step_work`).
+
+    Only one thread at a time may use it.
 
     The decoder is one that `can_fuse` allows; `attention` is that of its pool of raw KV, if there is one. The first
     step compiles the kernels, or loads them.

@@ -25,7 +25,7 @@ from engine.cpu.decoder import CpuDecoder
 from engine.cpu.eviction.evictor import CpuEvictor, EvictionSetup
 from engine.cpu.eviction.ragged_attention import KeptStore, RawStore
 from engine.cpu.eviction.rank_eviction import ApplyEviction, ForgetKept, LoadKept, RankEvictor, warm_eviction
-from engine.cpu.fused_step import MAX_ROWS, FusedStep, can_fuse
+from engine.cpu.fused_step import FusedStep, can_fuse
 from engine.cpu.ranks.orders import RunStep, carry_out
 from engine.cpu.ranks.tensor_parallel import FollowerRanks
 from engine.cpu.weights.decoder_weights import OnPacked, SectionReader, ignore_progress, read_weights
@@ -33,7 +33,7 @@ from engine.cpu.weights.prepared_folder import PreparedFolder
 from engine.model.rope import rope_frequencies
 from engine.model.weights import WeightReader
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
-from engine.step_work import RunnerBounds, StepWork
+from engine.step_work import MAX_FUSED_ROWS, RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.layout import KvLayout, Shard, split_layout
 from kvcache.page_codecs import build_page_codecs
@@ -216,7 +216,7 @@ class CpuModelRunner:
         self, batch: ForwardBatch, attention: PagedAttention, done: OnLayersDone | None
     ) -> torch.Tensor | None:
         """As `CpuDecoder.forward`; with fewer calls, where that is possible."""
-        if self.fused_step is not None and len(batch.tokens) <= MAX_ROWS:
+        if self.fused_step is not None and len(batch.tokens) <= MAX_FUSED_ROWS:
             return self.fused_step.forward(batch, attention, done)
         return self._decoder.forward(batch, attention, done)
 

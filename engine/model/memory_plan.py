@@ -13,6 +13,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ModelError
 from engine.eviction.memory import eviction_bytes
 from engine.model.architecture import ModelConfig
+from engine.step_work import MAX_FUSED_ROWS
 from kvcache.layout import KvLayout
 
 # A pool of automatic size has room for this many full-length requests, memory permitting.
@@ -149,6 +150,7 @@ def plan_memory(
         raise _does_not_fit(name, layout, weights, beside, pool, length, available, longest, asked)
     slabs = pool // layout.chunk_bytes
     step = step_memory_bytes(config, tokens=step_tokens, rows=step_rows)
+    step += fused_step_bytes(config, tokens=step_tokens) if (ranks or tp) == 1 else 0
     kv = slabs * layout.chunk_bytes
     return MemoryPlan(length, slabs, kv, weights, step, sink_slots, sinks, angles, room, evictions)
 
@@ -199,6 +201,12 @@ def step_memory_bytes(config: ModelConfig, *, tokens: int, rows: int) -> int:
     attention = tokens * heads
     mlp = tokens * (3 * config.mlp + config.hidden)
     return FLOAT_BYTES * max(stream + attention, stream + mlp, 2 * rows * config.vocab)
+
+
+def fused_step_bytes(config: ModelConfig, *, tokens: int) -> int:
+    """What a worker of one rank keeps from step to step to compute steps with few rows (`engine.cpu.fused_step`)."""
+    stream, heads = 3 * config.hidden, (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    return FLOAT_BYTES * min(tokens, MAX_FUSED_ROWS) * (stream + heads + 3 * config.mlp + 2 * config.heads)
 
 
 def _does_not_fit(

@@ -20,8 +20,9 @@ from engine.cpu.model_runner import CpuModelRunner
 from engine.cpu.native_calls import call_kernel
 from engine.cpu.weights.decoder_weights import SectionReader, read_weights
 from engine.model.checkpoint import Checkpoint
+from engine.model.memory_plan import fused_step_bytes
 from engine.model.weights import WeightReader
-from engine.step_work import SUMMED_ROWS, StepWork
+from engine.step_work import MAX_FUSED_ROWS, SUMMED_ROWS, StepWork
 from kvcache.codecs.codec_id import complete_codec_id, parse_codec_id
 from kvcache.pool import KvPool
 from tests.support.factories import make_folder, make_oracle, save_model
@@ -162,10 +163,19 @@ def test_other_steps_are_fused_between_attentions(codec: str, tmp_path: Path) ->
     assert done == ([1, 2] if codec else [2])
 
 
+def test_what_stays_from_step_to_step_is_planned(tmp_path: Path) -> None:
+    watched = watch(make_folder(tmp_path))
+    fused = watched.fused
+    assert fused is not None and MAX_FUSED_ROWS in LENGTHS
+    watched.fill()
+    held = sum(array.nbytes for array in fused._scratch.arrays)
+    assert held == fused_step_bytes(watched.runner._decoder.config, tokens=2 * MAX_FUSED_ROWS)
+
+
 def test_steps_with_many_rows_take_the_layered_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = watch(make_folder(tmp_path))
     works = watched.fill()
-    monkeypatch.setattr(model_runner, "MAX_ROWS", 3)
+    monkeypatch.setattr(model_runner, "MAX_FUSED_ROWS", 3)
     watched.runner.run(works[:4])
     assert watched.num_whole == 0
     watched.runner.run(works[:3])

@@ -213,7 +213,10 @@ def main() -> None:
     options = parser.parse_args()
     load, tokenizer = os.getloadavg()[0], Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     prompts = read_prompts(tokenizer, options.prefix_tokens, options.streams)
-    pools = ("--prefill", "1", "--decode", "1", "--kv-cache-memory-bytes", MEMORY, "--max-num-seqs", "32")
+    pools = (
+        *("--prefill", "1", "--decode", "1", "--local-prefill", "never"),
+        *("--kv-cache-memory-bytes", MEMORY, "--max-num-seqs", "32"),
+    )
     report: dict[str, Any] = {}
     with serving_deployment(*pools) as deployment:
         deployment.wait_ready()

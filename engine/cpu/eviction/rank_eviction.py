@@ -233,11 +233,11 @@ def _warm_rule(
             runner.run([StepWork(block, len(tokens), slabs, "last", 0, replace(kept, evicted=True))])
             runner.plan_eviction(EvictionOrder(owner, tokens + block, len(tokens), spec, slabs))
         if spec.needs_weights and evictor.cuts_kept:
-            bag, again = (
-                slabs[1:],
-                replace(kept, evicted=True, segment_slabs=evictor.repeat_bag(owner, slabs)),
-            )
-            runner.run([StepWork([0], len(tokens), [*bag, *slabs], "last", 0, again)])
+            more = evictor.repeat_bag(owner, slabs)
+            again = replace(kept, evicted=True, segment_slabs=more)
+            # One row reads segments alone, a block of rows reads them together.
+            for rows in ([0], block[: max_model_len - len(tokens)]):
+                runner.run([StepWork(rows, len(tokens), [*slabs[1:], *slabs], "last", 0, again)])
     finally:
         runner.forget_kept(owner)
         pool.give_back(slabs, owner)

@@ -89,8 +89,12 @@ def test_segments_that_several_rows_have_are_read_together() -> None:
     assert len(kernel.signatures) == 1
 
 
-def test_what_a_step_needs_is_compiled_before() -> None:
-    runner, _ = make_cutting("nuq4-1%", 8)
+@pytest.mark.parametrize("codec", ["raw", "nuq4-1%"])
+def test_what_a_step_needs_is_compiled_before(codec: str) -> None:
+    """Also the kernel by which several rows read segments together."""
+    # Other tests may have compiled it.
+    build_segment_kernel.cache_clear()
+    runner, _ = make_cutting(codec, 8)
     runner.warm()
     kernels = runner.rank_evictor.list_kernels()
     assert all(kernel.signatures for kernel in kernels if hasattr(kernel, "signatures"))

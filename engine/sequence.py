@@ -11,7 +11,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import DiptychError
 from diptych.eviction_spec import KEEP_ALL, RING_AND_MAP, KeepSpec, decision_tokens
 from diptych.request import SamplingParams, Tenancy
-from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs, kept_begin
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs
 from kvcache.prefix_tree import chunk_keys
 
 
@@ -249,12 +249,12 @@ class Sequence:
         if self.kept_slabs and intact:
             # KV on the way from elsewhere was evicted at the last decision point before its last token.
             known = self.computed if self.computed >= prompt else self.total - 1
-            decided, bag = decision_tokens(prompt, known), self.kept_slabs - 1
-            chunks = max(1, num_chunks(decided - kept_begin(self.keep, self.segments)))
+            decided, held = decision_tokens(prompt, known), self.lead_slabs + self.kept_slabs
+            chunks = max(1, num_chunks(decided - self.keep.boundary))
+            kept = held - self.keep.boundary_chunks - 1
             grown = max(0, decision_tokens(prompt, tokens) - decided) // CHUNK_TOKENS
-            held = self.lead_slabs + self.kept_slabs
             # Those of a bag on its way, or on smaller ranks, may be more than all its tokens are expected to need.
-            return min(held + ceil(bag * grown / chunks), max(held, whole + RING_AND_MAP))
+            return min(held + ceil(kept * grown / chunks), max(held, whole + RING_AND_MAP))
         return whole + RING_AND_MAP
 
     @property

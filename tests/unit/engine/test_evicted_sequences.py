@@ -338,6 +338,19 @@ def test_a_bag_that_cannot_be_read_now_is_not_adopted(monkeypatch: pytest.Monkey
     assert not bench.engine.has_work and run_until(bench, 1) == {} and bench.holdings.used == 0
 
 
+def test_segments_do_not_raise_what_a_sequence_is_expected_to_need() -> None:
+    """Their bag holds little but the newest tokens, so its share says nothing of what is kept of others."""
+    whole = evicting("one", 6400, 3000, output=[1], computed=6400, kept_slabs=1 + 32)
+    segments = tuple(KeptSegment(end, 2, bytes(16)) for end in range(6, 97, 6))
+    cut = evicting("two", 6400, 3000, output=[1], computed=6400, kept_slabs=1 + 3, segments=segments)
+    held = [seq.expected_slabs(6400) for seq in (whole, cut)]
+    grown = [seq.expected_slabs(6400 + 2560) for seq in (whole, cut)]
+    assert held == [33, 36] and [after - before for after, before in zip(grown, held, strict=True)] == [
+        13,
+        14,
+    ]
+
+
 @pytest.mark.parametrize(("tokens", "slabs"), [(99, 2), (100, 4), (230, 4), (292, 5), (356, 6)])
 def test_what_an_evicted_sequence_is_expected_to_need(tokens: int, slabs: int) -> None:
     """Its bag has three slabs for four chunks, so of two more chunks it is expected to keep one and a half."""

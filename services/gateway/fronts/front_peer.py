@@ -159,15 +159,13 @@ class FrontPeer:
         watch = self._key_watch
 
         async def admit() -> None:
+            # The front gets an answer whatever happens to the file.
             try:
                 await watch.wait_for_tenant(asked.tenant)
-            except Exception:
-                # The front gets an answer all the same.
-                log.exception("the file of keys could not be looked at")
-            if watch.keys.accepts_tenant(asked.tenant):
-                self.link.send(self._check_admission(asked.number, asked.tenant, asked.rated))
-            else:
-                self.link.send(AdmissionAnswer(asked.number, KEY_GONE))
+            finally:
+                accepted = watch.keys.accepts_tenant(asked.tenant)
+                answer = self._check_admission(asked.number, asked.tenant, asked.rated) if accepted else None
+                self.link.send(answer or AdmissionAnswer(asked.number, KEY_GONE))
 
         task = asyncio.create_task(admit())
         self._admitting.add(task)

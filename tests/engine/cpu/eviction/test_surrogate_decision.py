@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,12 @@ import torch
 from diptych.eviction_spec import ADA, ZAP, KeepSpec
 from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
-from engine.model.calibration_file import load_surrogate
 from engine.model.checkpoint import Checkpoint
 from engine.model.kv_codec import resolve_kv_codec
 from engine.protocols import EvictionOrder
 from engine.step_work import StepWork
 from kvcache.eviction.policies import FULL, PREDICTED
-from kvcache.eviction.zap import Angles, KeepSurrogate
+from kvcache.eviction.zap import Angles
 from kvcache.pool import KvPool
 from tests.engine.cpu.eviction.evicted_runs import (
     CONTEXT,
@@ -29,22 +27,12 @@ from tests.engine.cpu.eviction.evicted_runs import (
     source_tokens,
 )
 from tests.engine.cpu.eviction.rank_runs import SLABS, SpreadRun, release
+from tests.engine.cpu.eviction.segmented_runs import CALIBRATED, SPEC, WEIGHTS
 from tests.engine.cpu.spread_model import spread
 from worker.ranks import RankEviction
 
 PROMPT, ANSWER = 330, 200
 TOKENS = source_tokens(PROMPT + ANSWER)
-
-
-def read_weights() -> KeepSurrogate:
-    found = load_surrogate(Checkpoint.resolve(str(FOLDER)))
-    assert found is not None
-    return found
-
-
-WEIGHTS = read_weights()
-CALIBRATED = replace(SETUP, surrogate=WEIGHTS)
-SPEC = KeepSpec(0.6, 64, WEIGHTS.rule)
 
 
 def make_coded(codec: str, setup: EvictionSetup = CALIBRATED) -> tuple[CpuModelRunner, KvPool]:

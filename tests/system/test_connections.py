@@ -206,8 +206,8 @@ def test_a_reader_below_the_least_rate_is_cut(folder: Path, monkeypatch: pytest.
     ):
         deadline_s = time.monotonic() + WAIT_S
         with pytest.raises(ConnectionResetError):
-            while reader.recv(16384) and time.monotonic() < deadline_s:
-                time.sleep(0.005)
+            while reader.recv(1024) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
         wait_for(lambda: running.script.left == 1, WAIT_S)
 
 

@@ -74,7 +74,9 @@ def test_an_official_client_streams(secure: Secure, monkeypatch: pytest.MonkeyPa
         parts = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=8, stream=True
         )
-        assert len(list(parts)) > 3
+        # Tokens that come while one is written share a part.
+        *before, last = list(parts)
+        assert before and last.choices[0].finish_reason in ("length", "stop")
         description = http.get("/openapi.json").json()
     assert description["servers"] == [{"url": "/llm"}]
     with secure.http() as http:

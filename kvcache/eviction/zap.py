@@ -66,11 +66,15 @@ class Angles:
         angles = np.asarray(positions, np.float64)[:, None] * frequencies
         self._cos, self._sin = np.cos(angles), np.sin(angles)
 
+    def take_last(self, count: int) -> tuple[Doubles, Doubles]:
+        """Cosines and sines of the last `count` positions, [count, D / 2] each."""
+        first = len(self._cos) - count
+        return self._cos[first:], self._sin[first:]
+
     def unrotate(self, keys: NDArray[Any]) -> Doubles:
         """Keys [n, D] of the last n of the positions as they were before they were rotated."""
         low, high = np.split(np.asarray(keys, np.float64), 2, axis=1)
-        first = len(self._cos) - len(keys)
-        cos, sin = self._cos[first:], self._sin[first:]
+        cos, sin = self.take_last(len(keys))
         return np.concatenate([low * cos + high * sin, high * cos - low * sin], axis=1)
 
 

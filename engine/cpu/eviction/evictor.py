@@ -36,6 +36,7 @@ from engine.cpu.eviction.head_competition import HeadCompetition
 from engine.cpu.eviction.head_profile import list_profile_kernels
 from engine.cpu.eviction.kept_sequences import BagMemory, KeptSequence
 from engine.cpu.eviction.ragged_attention import KeptStore
+from engine.cpu.eviction.row_kernels import list_score_kernels
 from engine.cpu.eviction.segment_cuts import PackedRows, RowCutter, describe_segment
 from engine.cpu.eviction.step_records import PromptSums, QueryRecord, StepRecord, SumRecord
 from engine.cpu.eviction.surrogate_decision import SurrogateDecider
@@ -142,7 +143,9 @@ class CpuEvictor:
 
     def list_kernels(self) -> list[Any]:
         """The kernels that nothing but eviction uses."""
-        return [*self._store.list_kernels(self.cuts_kept), *list_profile_kernels(self._layout.head_dim)]
+        width = self._layout.head_dim
+        judges = list_score_kernels(width) if self._surrogate is not None else []
+        return [*self._store.list_kernels(self.cuts_kept), *list_profile_kernels(width), *judges]
 
     def check_work(self, work: StepWork, kept: KeptWork) -> None:
         """Check that a work, with slabs numbered within the pool, fits what is known of its sequence.

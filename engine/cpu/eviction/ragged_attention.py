@@ -32,6 +32,7 @@ from engine.batching.prefix_plan import SharingPrice
 from engine.cpu.attention import PAGE, CpuAttention, PagedAttention, mix_values, score_page, softmax_page
 from engine.cpu.eviction.decision import ROWS_PER_FRAME, BagColumns, ChunkColumns, ColumnSource, HeadColumns
 from engine.cpu.eviction.evicted_works import EvictedWork, KeptBag, SegmentRows, pad_table
+from engine.cpu.eviction.row_kernels import copy_rows, list_copy_kernels
 from engine.cpu.eviction.segment_kernels import (
     FRAME,
     add_piece,
@@ -245,17 +246,15 @@ class RawStore:
         scratch = np.zeros((kept_rows.num_frames * ROWS_PER_FRAME, self._layout.head_dim), np.float32)
         frames = scratch.view(np.uint8).reshape(kept_rows.num_frames, -1)
         frames[: kept_rows.lead].reshape(-1)[:] = np.frombuffer(kept_rows.encode(), np.uint8)
-        for first, columns in zip(kept_rows.first_frames.reshape(-1), heads, strict=True):
-            places = np.arange(len(columns.positions))
-            rows = (first + places // FRAME) * ROWS_PER_FRAME + places % FRAME
-            scratch[rows] = self._rows[columns.places[:, 0]]
-            scratch[rows + FRAME] = self._rows[columns.places[:, 1]]
+        for first, columns in zip(kept_rows.first_frames.reshape(-1).tolist(), heads, strict=True):
+            copy_rows(self._rows, columns.places, first, scratch)
         return kept_rows, frames
 
     def list_kernels(self, segments: bool) -> list[Any]:
         """As `KeptStore.list_kernels`."""
         more = [build_segment_kernel(self._layout.head_dim)] if segments else []
-        return [build_ragged_kernel(self._layout.head_dim), *more]
+        width = self._layout.head_dim
+        return [build_ragged_kernel(width), *list_copy_kernels(width), *more]
 
     def attend_to(self, evicted: Sequence[EvictedWork], records: Sequence[StepRecord]) -> PagedAttention:
         """As `KeptStore.attend_to`."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
 from engine.cpu.eviction.decision import DecisionPoint, HeadColumns
+from engine.cpu.eviction.row_kernels import score_rows
 from kvcache.eviction.policies import FIRST_TOKENS, FULL, PREDICTED, SHORT_PROMPT_TOKENS, select_visible
 from kvcache.eviction.zap import Angles, KeepSurrogate
 from kvcache.layout import KvLayout
@@ -37,6 +38,7 @@ class SurrogateDecider:
     ) -> None:
         self._layout, self._windows = layout, list(windows)
         self.surrogate, self._frequencies = surrogate, frequencies
+        self._weights = surrogate.weights.astype(np.float64)
 
     def choose_policies(self, point: DecisionPoint) -> NDArray[np.uint8]:
         """The policies of all heads at the end of a prompt, [layers, kv_heads]: a short prompt keeps everything."""
@@ -58,9 +60,9 @@ class SurrogateDecider:
             # Nothing was dropped of these columns yet but the first ones, by a window of less than 65 tokens.
             first, end = np.searchsorted(positions, (scored, newest))
             if angles is not None and policies[layer, head] != FULL:
-                some = columns.select((positions >= scored) & (positions < newest))
+                some = HeadColumns(positions[first:end], columns.places[first:end])
                 keys, values = point.source.read_rows(layer, head, some)
-                scores = self.surrogate.score_rows(layer, head, keys, values, angles)
+                scores = score_rows(keys, values, angles, self._weights[layer, head])
                 stays[first:end] &= scores >= threshold
             kept.append(columns.select(stays))
         return kept

@@ -112,7 +112,7 @@ class SharedBenchmark:
             self._add_work(kind, key, prompt, mine[:count], mine[count:])
             self.kept_share = report.kept_rows / report.all_rows
         self._segments, key = self._segments or mine[:count], f"shared {number}"
-        self.runner.load_kept(key, 0, len(prompt), self._segments + mine[count:])
+        self.runner.load_kept(key, 0, len(prompt), self._segments + mine[count:], report.segments)
         self._add_work("shared", key, prompt, self._segments, mine[count:])
 
     def _add_work(self, kind: str, key: str, prompt: list[int], segments: list[int], bag: list[int]) -> None:

@@ -149,7 +149,7 @@ class Engine:
 
         Otherwise they stay the caller's. Raises:
             ValueError, SequenceRefused: something is missing, or no token is left to generate.
-            CorruptChunk: its bag has no valid map, or that of another decision.
+            CorruptChunk: its maps are not valid, or those of other segments or of another decision.
             Exception: the runner could not read the map for want of memory, for example.
         """
         self.decisions.check_runner(seq)

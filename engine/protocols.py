@@ -104,13 +104,21 @@ class EvictingRunner(StepRunner, Protocol):
             ValueError: there is no plan, or it needs another number of slabs.
         """
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(
+        self,
+        key: str,
+        boundary: int,
+        length: int,
+        bag_slabs: list[int],
+        segments: Sequence[KeptSegment] = (),
+    ) -> None:
         """Take over a bag that another runner wrote, or that was moved to other slabs: read its map.
 
-        `boundary` and `length` are those of the sequence's last decision, in tokens. Slabs of segments come first.
+        `boundary` and `length` are those of the sequence's last decision, in tokens. The slabs of `segments` come
+        first.
 
         Raises:
-            ValueError: the slabs do not begin with a valid map, or it is the map of another decision.
+            ValueError: the slabs do not begin with valid maps, or those are of other segments or of another decision.
         """
 
     def forget_kept(self, key: str) -> None:

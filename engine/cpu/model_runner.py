@@ -35,6 +35,7 @@ from engine.model.weights import WeightReader
 from engine.protocols import EvictionOrder, EvictionReport, OnLayersDone
 from engine.step_work import MAX_FUSED_ROWS, RunnerBounds, StepWork
 from kvcache.codecs.calibration import Calibration
+from kvcache.eviction.kept_segments import KeptSegment
 from kvcache.layout import KvLayout, Shard, split_layout
 from kvcache.page_codecs import build_page_codecs
 from kvcache.pool import KvPool, find_pool
@@ -248,9 +249,16 @@ class CpuModelRunner:
         """As `EvictingRunner.apply_eviction`, which says when ValueError is raised."""
         self.rank_evictor.evict_on_ranks(ApplyEviction(key, bag_slabs))
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(
+        self,
+        key: str,
+        boundary: int,
+        length: int,
+        bag_slabs: list[int],
+        segments: Sequence[KeptSegment] = (),
+    ) -> None:
         """As `EvictingRunner.load_kept`, which says when ValueError is raised."""
-        self.rank_evictor.evict_on_ranks(LoadKept(key, boundary, length, bag_slabs))
+        self.rank_evictor.evict_on_ranks(LoadKept(key, boundary, length, bag_slabs, tuple(segments)))
 
     def forget_kept(self, key: str) -> None:
         """As `EvictingRunner.forget_kept`."""

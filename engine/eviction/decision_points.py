@@ -102,20 +102,20 @@ class DecisionPoints:
         return KeptReport(report.kept_rows, report.all_rows, dict(report.policies), max(0, freed))
 
     def load(self, seq: Sequence) -> None:
-        """Let the runner read the map of a bag that came from elsewhere, or is in other slabs now.
+        """Let the runner read the maps of segments and of a bag that came from elsewhere, or are in other slabs now.
 
-        Queries of `seq` that the runner has stay. Raises ValueError if the bag has no valid map, or
-        that of another decision.
+        Queries of `seq` that the runner has stay. Raises ValueError if there are no valid maps, or those of other
+        segments than `seq` has, or of another decision.
         """
         self._known.add(seq.key)
         decided = decision_tokens(len(seq.prompt), seq.computed)
-        self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.kept_rows_slabs)
+        self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.kept_rows_slabs, seq.segments)
 
     def load_adopted(self, seq: Sequence) -> None:
         """As `load`, for a sequence that is being adopted: nothing is kept of it if that fails.
 
         Raises:
-            CorruptChunk: its bag has no valid map, or that of another decision.
+            CorruptChunk: its maps are not valid, or those of other segments or of another decision.
             Exception: the runner could not read the map for want of memory, for example.
         """
         try:

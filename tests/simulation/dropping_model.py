@@ -195,7 +195,7 @@ class DroppingRunner(VirtualRunner):
                 for at, part in zip(self._row_places(state, layer, place), (row[:8], row[8:]), strict=True):
                     self._memory.bytes[at : at + self._row_bytes] = part
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int], *_: object) -> None:
         first = self._memory.slab_bytes(bag_slabs[0])[: self._frame]
         lead = map_frames(first, self._memory.layout, len(bag_slabs))
         starts = [self._frame_at(bag_slabs, frame) for frame in range(lead)]

@@ -40,8 +40,10 @@ def test_no_law_is_broken_while_heads_drop_rows() -> None:
 class LosingRunner(DroppingRunner):
     """Loses a row of every bag that comes from elsewhere, or back from the host tier."""
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
-        super().load_kept(key, boundary, length, bag_slabs)
+    def load_kept(
+        self, key: str, boundary: int, length: int, bag_slabs: list[int], *segments: object
+    ) -> None:
+        super().load_kept(key, boundary, length, bag_slabs, *segments)
         at, _ = self._row_places(self.states[key], 0, 0)
         self._memory.bytes[at : at + self._row_bytes] = bytes(self._row_bytes)
 

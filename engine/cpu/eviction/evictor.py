@@ -44,6 +44,7 @@ from engine.protocols import EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.ada import Marks
 from kvcache.eviction.kept_rows import KeptRows
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs
 from kvcache.eviction.policies import KeepRule, name_policy
 from kvcache.eviction.rank_bags import measure_bag
 from kvcache.eviction.zap import KeepSurrogate
@@ -306,22 +307,23 @@ class CpuEvictor:
             sequence.segments = opened
         sequence.bag, sequence.sums = self._bags.write_frames(kept, frames, slabs[counts[-1] :]), None
 
-    def load_kept(self, key: str, boundary: int, length: int, slabs: list[int]) -> None:
-        """Read the maps of segments and of a bag in `slabs` of the pool. Raises ValueError if there are none, or those
-        of another decision than the one at `length` tokens with this `boundary`.
+    def load_kept(
+        self, key: str, boundary: int, length: int, slabs: list[int], expected: Sequence[KeptSegment] = ()
+    ) -> None:
+        """Read the maps of the segments `expected` and of a bag in `slabs` of the pool.
+
+        Raises ValueError if there are none, or those of other segments, or of another decision than the one at `length`
+        tokens with this `boundary`.
         """
         if not slabs or min(slabs) < 0 or max(slabs) >= self.pool.num_slabs:
             raise ValueError(f"slabs {slabs} are not all in a pool of {self.pool.num_slabs}")
-        segments = self._bags.read_segments(boundary, length, slabs) if self.cuts_kept else []
-        slabs = slabs[sum(len(one.slabs) for one in segments) :]
-        boundary = segments[-1].kept.length if segments else boundary
-        kept = self._bags.read_map(slabs)
+        if expected and not self.cuts_kept:
+            raise ValueError(f"segments of {key} cannot be read here")
+        segments = self._bags.read_segments(boundary, expected, slabs)
+        slabs = slabs[count_segment_slabs(expected) :]
+        begin = segments[-1].kept.length if segments else boundary
+        kept = self._bags.read_bag(key, begin, length, slabs)
         self._check_room(key, kept, slabs)
-        if (kept.boundary, kept.length) != (boundary, length):
-            raise ValueError(
-                f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
-                f" not of {length} from {boundary} on"
-            )
         kept.require_full_heads(self._windows)
         sequence = self._open_sequence(key)
         sequence.segments, sequence.bag = segments, self._store.open_bag(kept, slabs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +12,10 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_spec import PROFILE_ROWS
 from engine.cpu.eviction.evicted_works import KeptBag
 from engine.cpu.eviction.ragged_attention import KeptStore
+from engine.cpu.eviction.segment_cuts import describe_segment
 from engine.cpu.eviction.step_records import PromptSums
 from kvcache.eviction.kept_rows import KeptRows, frame_bytes, frames_per_slab, map_frames
-from kvcache.eviction.kept_segments import SEGMENT_SLABS
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs
 from kvcache.pool import KvPool
 
 Bytes = NDArray[np.uint8]
@@ -84,18 +86,34 @@ class BagMemory:
         data = b"".join(self._memory[slab, : per_slab * frame].tobytes() for slab in used)[: lead * frame]
         return KeptRows.decode(data, self._layout)
 
-    def read_segments(self, begin: int, length: int, slabs: list[int]) -> list[KeptBag]:
-        """The segments at the beginning of `slabs`, before a bag that was decided about at `length` tokens.
-
-        Each map goes on where the one before it ends, the first one at position `begin`; that of the bag ends at
-        `length`. Raises ValueError if there is something else than maps.
+    def read_bag(self, key: str, begin: int, length: int, slabs: list[int]) -> KeptRows:
+        """The map of the bag of a sequence in `slabs`, of positions `begin` to `length` - 1. Raises ValueError if there
+        is none, or that of others.
         """
+        kept = self.read_map(slabs)
+        if (kept.boundary, kept.length) != (begin, length):
+            raise ValueError(
+                f"the kept rows of {key} are those of {kept.length} tokens from {kept.boundary} on,"
+                f" not of {length} from {begin} on"
+            )
+        return kept
+
+    def read_segments(self, begin: int, expected: Sequence[KeptSegment], slabs: list[int]) -> list[KeptBag]:
+        """The segments `expected` at the beginning of `slabs`, before a bag; the first one is of position `begin` on.
+
+        Raises ValueError if there is something else than their maps.
+        """
+        if (need := count_segment_slabs(expected)) >= len(slabs):
+            raise ValueError(f"{need} slabs of segments and a bag are not in {len(slabs)} slabs")
         found = list[KeptBag]()
-        while slabs:
-            kept = self.read_map(slabs)
-            ends = kept.length % CHUNK_TOKENS == 0 and kept.length <= length - CHUNK_TOKENS
-            if not ends or kept.boundary != begin or kept.num_slabs > min(SEGMENT_SLABS, len(slabs) - 1):
-                break
-            found.append(self._store.open_bag(kept, slabs[: kept.num_slabs]))
-            begin, slabs = kept.length, slabs[kept.num_slabs :]
+        for number, one in enumerate(expected):
+            mine, slabs = slabs[: one.slabs], slabs[one.slabs :]
+            kept = self.read_map(mine)
+            if kept.boundary != begin or describe_segment(kept) != one:
+                raise ValueError(
+                    f"segment {number} has the map of other rows: of {kept.length} tokens from {kept.boundary} on,"
+                    f" not of {one.end * CHUNK_TOKENS} from {begin} on, or another choice of them"
+                )
+            found.append(self._store.open_bag(kept, mine))
+            begin = kept.length
         return found

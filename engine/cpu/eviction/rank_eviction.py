@@ -22,6 +22,7 @@ from engine.protocols import EvictingRunner, EvictionOrder, EvictionReport
 from engine.step_work import KeptWork, StepWork
 from kvcache.eviction.ada import LayerTally, add_tallies
 from kvcache.eviction.bag_sizes import merge_sizes
+from kvcache.eviction.kept_segments import KeptSegment
 from kvcache.layout import KvLayout, Shard
 from kvcache.pool import KvPool, find_pool
 
@@ -62,6 +63,7 @@ class LoadKept(msgspec.Struct, frozen=True, array_like=True, tag=True):
     boundary: int
     length: int
     bag_slabs: list[int]
+    segments: tuple[KeptSegment, ...] = ()
 
 
 class ForgetKept(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -171,8 +173,8 @@ class RankEvictor:
                 return [evictor.plan_eviction(asked, mine, self._find_sink(sinks), cuts)]
             case ApplyEviction(key):
                 evictor.apply_eviction(key, mine)
-            case LoadKept(key, boundary, length):
-                evictor.load_kept(key, boundary, length, mine)
+            case LoadKept(key, boundary, length, _, segments):
+                evictor.load_kept(key, boundary, length, mine, segments)
         return []
 
     def _find_sink(self, sinks: SinkPlan) -> int:

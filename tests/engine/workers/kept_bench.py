@@ -108,7 +108,7 @@ class KeptByteRunner(ByteRunner):
             self._pool.slab_bytes(slab)[: len(content)] = content
         self.kept[key] = plan
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int], *_: object) -> None:
         found = self._read_bag(bag_slabs, length)
         if found.num_tokens != length:
             raise ValueError(f"the map is that of {found.num_tokens} tokens, not of {length}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from diptych.eviction_spec import KeepSpec
-from diptych.messages import Abort, Admit, Failed, Release
+from diptych.messages import Abort, Admit, Failed, Offer, Release
+from engine.protocols import EvictionOrder, EvictionReport
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.sequence import Sequence
+from kvcache.eviction.kept_segments import KeptSegment, count_segment_slabs
 from kvtransfer import ticket as tickets
 from tests.engine.cpu.eviction.evicted_runs import source_tokens
 from tests.engine.cpu.eviction.segmented_runs import WEIGHTS, make_cutting
@@ -23,6 +26,7 @@ PREFIX = TEXT[:640]
 # They begin alike, and go on differently.
 PROMPTS = [PREFIX + TEXT[start : start + 90] for start in (640, 800, 1000)]
 KEEP = KeepSpec(0.5, 64, WEIGHTS.rule)
+Segments = tuple[KeptSegment, ...]
 
 
 def make_bench(codec: str, swap: int = 0) -> ModelBench:
@@ -152,6 +156,43 @@ def test_segments_with_a_wrong_map_are_not_attached_again(bench: ModelBench) -> 
     assert bench.hand_over("right", PROMPTS[0], [], KEEP, True)[0] == alone
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda found: (replace(found[0], digest=b"another choice.."), *found[1:]),
+        lambda found: (*found[:-1], replace(found[-1], end=found[-1].end + 1)),
+        lambda found: found[:-1],
+    ],
+    ids=["other rows", "more chunks", "a segment that is not named"],
+)
+def test_segments_that_are_not_those_of_the_ticket_are_refused(
+    bench: ModelBench, lie: Callable[[Segments], Segments]
+) -> None:
+    """A source names other segments than it has, in a ticket that is signed. The pull fails, not a step."""
+    alone = bench.hand_over("alone", PROMPTS[0], [], KEEP)[0]
+    bench.decode.holdings.evict_cached()
+    plan, named = bench.prefill.runner.plan_eviction, list[Segments]()
+
+    def tell_wrong(order: EvictionOrder) -> EvictionReport:
+        report = plan(order)
+        named.append(lie(report.segments))
+        missing = count_segment_slabs(report.segments) - count_segment_slabs(named[-1])
+        return dataclasses.replace(report, segments=named[-1], bag_slabs=report.bag_slabs + missing)
+
+    bench.prefill.runner.plan_eviction = tell_wrong  # type: ignore[method-assign]
+    name = admit(bench, 0)
+    offers = [one for one in bench.prefill.line.said if isinstance(one, Offer) and one.request == name]
+    assert [tickets.decode_ticket(one.ticket, KEY).context.segments for one in offers] == named
+    assert finish(bench, name)[name] == alone[:1]
+    [failed] = [one for one in bench.decode.line.said if isinstance(one, Failed)]
+    assert (failed.request, failed.code) == (name, "kv_corrupt")
+    assert bench.decode.shell.role.complete_stats(bench.decode.engine.stats).integrity_failures == 1
+    # Nobody finds them.
+    assert bench.decode.holdings.cached == 0
+    bench.prefill.runner.plan_eviction = plan  # type: ignore[method-assign]
+    assert bench.hand_over("right", PROMPTS[0], [], KEEP, True)[0] == alone
+
+
 def test_a_ticket_whose_segments_cannot_be_is_refused(bench: ModelBench) -> None:
     offer, output = bench.offer("a", PROMPTS[0], [], KEEP, True)
     ticket = tickets.decode_ticket(offer.ticket, KEY)
@@ -159,16 +200,16 @@ def test_a_ticket_whose_segments_cannot_be_is_refused(bench: ModelBench) -> None
     assert context.segments and context.is_keep_sound
     first = context.segments[0]
     for segments in (
-        (msgspec.structs.replace(first, end=1 + first.slabs), *context.segments[1:]),
-        (*context.segments, msgspec.structs.replace(first, end=100)),
+        (replace(first, end=1 + first.slabs), *context.segments[1:]),
+        (*context.segments, replace(first, end=100)),
         context.segments[::-1] if len(context.segments) > 1 else (first, first),
     ):
-        assert not msgspec.structs.replace(context, segments=segments).is_keep_sound
-    longer = msgspec.structs.replace(context, num_tokens=64 * 20)
-    last = msgspec.structs.replace(context.segments[-1], end=16)
-    longer = msgspec.structs.replace(longer, segments=(*context.segments[:-1], last))
+        assert not replace(context, segments=segments).is_keep_sound
+    longer = replace(context, num_tokens=64 * 20)
+    last = replace(context.segments[-1], end=16)
+    longer = replace(longer, segments=(*context.segments[:-1], last))
     assert longer.is_keep_sound
-    raw = tickets.encode_ticket(msgspec.structs.replace(ticket, context=longer), KEY)
+    raw = tickets.encode_ticket(replace(ticket, context=longer), KEY)
     bench.decode.tell(Admit("a", 0, PROMPTS[0], output, sampling(TOKENS), raw, 60.0, keep=KEEP))
     [failed] = [one for one in bench.decode.line.said if isinstance(one, Failed)]
     assert failed.code == "stale_ticket"

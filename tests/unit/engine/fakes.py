@@ -213,7 +213,7 @@ class EvictingFakeRunner(FakeRunner):
             self.kv[bag_slabs[at // CHUNK_TOKENS], at % CHUNK_TOKENS] = text
         self.maps[key] = cells[0]
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int], *_: object) -> None:
         self.calls["restored" if key in self.given else "adopted"] += 1
         self.given.add(key)
         positions = self.kv[bag_slabs[0], 0]

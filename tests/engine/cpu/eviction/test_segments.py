@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from diptych.eviction_spec import ADA, KeepSpec
 from engine.cpu.eviction.segment_kernels import build_segment_kernel
@@ -77,7 +78,7 @@ def test_segments_that_several_rows_have_are_read_together() -> None:
     [alone] = runner.run([run.next_work(1)])
     for number in range(12):
         ring, key = pool.take_slabs(1, "a")[0], f"copy {number}"
-        runner.load_kept(key, SPEC.boundary, PROMPT, run.segment_slabs + bag)
+        runner.load_kept(key, SPEC.boundary, PROMPT, run.segment_slabs + bag, run.segments)
         work = run.next_work(1)
         assert work.kept is not None
         slabs = [*run.slabs[: run.lead], ring, *bag]
@@ -110,6 +111,26 @@ def test_only_zap_on_one_rank_has_segments() -> None:
     assert runner.cuts_kept and not plain.cuts_kept
 
 
+def test_maps_of_other_segments_than_expected_are_not_loaded() -> None:
+    """Each ends, takes slabs and keeps rows as its sequence's ticket says."""
+    runner, pool = make_cutting()
+    run = SegmentedRun(runner, pool, TOKENS, PROMPT, SPEC)
+    run.run([PROMPT])
+    kept, (first, *others) = [*run.segment_slabs, *run.slabs[run.lead + 1 :]], run.segments
+    lies: list[dict[str, Any]] = [{"end": first.end - 1}, {"slabs": 3 - first.slabs}, {"digest": bytes(16)}]
+    wrong = [(structs.replace(first, **lie), *others) for lie in lies]
+    for expected in [*wrong, (), (first,), (*run.segments, first), (*others, first)]:
+        with pytest.raises(ValueError):
+            runner.load_kept("b", SPEC.boundary, PROMPT, kept, expected)
+    with pytest.raises(ValueError, match="segment 0 has the map of other rows"):
+        runner.load_kept("b", SPEC.boundary, PROMPT, kept, wrong[2])
+    with pytest.raises(ValueError, match="slabs of segments and a bag are not in"):
+        runner.load_kept("b", SPEC.boundary, PROMPT, run.segment_slabs, run.segments)
+    plain, _ = make_runner(60, setup=replace(CALIBRATED, surrogate=None))
+    with pytest.raises(ValueError, match="cannot be read here"):
+        plain.load_kept("b", SPEC.boundary, PROMPT, kept, run.segments)
+
+
 def test_kept_rows_that_lie_elsewhere_have_to_be_loaded() -> None:
     runner, pool = make_cutting()
     run = SegmentedRun(runner, pool, TOKENS, PROMPT, SPEC)
@@ -123,6 +144,6 @@ def test_kept_rows_that_lie_elsewhere_have_to_be_loaded() -> None:
     kept = [*run.segment_slabs, *run.slabs[run.lead + 1 :]]
     for wrong in (kept[1:], kept[:-1], kept[::-1]):
         with pytest.raises(ValueError):
-            runner.load_kept("b", SPEC.boundary, PROMPT, wrong)
-    runner.load_kept("b", SPEC.boundary, PROMPT, kept)
+            runner.load_kept("b", SPEC.boundary, PROMPT, wrong, run.segments)
+    runner.load_kept("b", SPEC.boundary, PROMPT, kept, run.segments)
     assert np.isfinite(runner.run([work])[0].numpy()).all()

@@ -192,7 +192,7 @@ class EvictingModel(Model):
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
         """Nothing is written here."""
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int]) -> None:
+    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int], *_: object) -> None:
         """There is nothing to read."""
 
     def forget_kept(self, key: str) -> None:

@@ -1,7 +1,7 @@
 """Whether answers with coded or evicted KV are those of one worker alone: hit, moved, preempted, over two ranks.
 
     python -m benchmarks.kv_agreement [--json] [--codecs raw nuq4-1% tq4 int8] [--prompts 125] [--tokens 16]
-                                      [--paths 2P2D colocated ranks] [--calibration FILE]
+                                      [--paths 2P2D colocated tiers ranks] [--calibration FILE]
                                       [--keep T] [--rule ada|fastgen|zap]
 
 One worker alone is the CPU engine in this process: it prefills a prompt at once and decodes token by token. The same
@@ -12,6 +12,8 @@ prompts, cut from held-out text, are then asked of deployments of the embedded m
                  the middle of either half a decode worker is killed
     colocated    one worker with a pool of 20 slabs, swap space, and steps of at most 64 tokens: prompts are cut, and
                  sequences wait for memory
+    tiers        one prefill and two decode workers with such pools, and a tier in host memory; all prompts twice, so
+                 that what has left the pools is read back. A decode worker is killed as in 2P2D
     ranks        one prefill worker of one rank, one decode worker of two. Left out for codecs whose groups it would
                  cut: `nuq4-1%` needs a calibration for groups of half the heads (`diptych calibrate --group 64`)
 
@@ -22,7 +24,7 @@ decided upon once more.
     identical_pct      answers all of whose tokens are those of one worker alone
     max_error          largest difference of a log-probability, up to and with the first token that differs
     beyond_2e3_pct     tokens whose log-probability differs by more than 2e-3
-    cached_tokens, preemptions, migrated, moved_bytes    that it happened
+    cached_tokens, restored_tokens, preemptions, migrated, moved_bytes    that it happened
     kept_pct         rows that heads kept after the last decision of each answer, with `--keep`
 """
 
@@ -67,7 +69,9 @@ AT_ONCE = 8
 ANSWER_S = 1800.0
 MAX_MODEL_LEN = 1024
 POOL_SLABS = 20
-PATHS = ("1P1D", "2P2D", "colocated", "ranks")
+PATHS = ("1P1D", "2P2D", "colocated", "tiers", "ranks")
+# Paths whose prompts are asked twice, and one of whose decode workers is killed each time.
+TWICE = ("2P2D", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +181,11 @@ def path_flags(path: str, layout: KvLayout) -> tuple[str, ...] | None:
     """Flags of a deployment; None: this layout cannot have it."""
     if path in ("1P1D", "2P2D"):
         return ("--prefill", path[0], "--decode", path[2])
+    small = ("--kv-cache-memory-bytes", str(POOL_SLABS * layout.chunk_bytes), "--max-model-len", "512")
     if path == "colocated":
-        pool = str(POOL_SLABS * layout.chunk_bytes)
-        small = ("--kv-cache-memory-bytes", pool, "--swap-space", "1MiB", "--max-model-len", "512")
-        return ("--colocated", "1", *small, "--max-num-batched-tokens", "64")
+        return ("--colocated", "1", *small, "--swap-space", "1MiB", "--max-num-batched-tokens", "64")
+    if path == "tiers":
+        return ("--prefill", "1", "--decode", "2", *small, "--kv-host-bytes", "256MiB")
     try:
         split_layout(layout, tp=2, pp=1)
     except ValueError:
@@ -221,13 +226,14 @@ def run_path(
     figures, tokens = PathFigures(), len(expected[0].tokens)
     with serving_deployment(*flags) as deployment:
         deployment.wait_ready()
-        for _ in range(2 if path == "2P2D" else 1):
-            answers = uvloop.run(ask_all(deployment, questions, tokens, kill=path == "2P2D"))
+        for _ in range(2 if path in TWICE else 1):
+            answers = uvloop.run(ask_all(deployment, questions, tokens, kill=path in TWICE))
             for found, wanted in zip(answers, expected, strict=True):
                 figures.add_answer(found, wanted)
         workers = deployment.get("/status")["workers"]
         preempted = sum(sum(one["stats"]["preemptions"].values()) for one in workers)
         figures.happened = {
+            "restored_tokens": deployment.metric("vllm:external_prefix_cache_hits_total"),
             "preemptions": preempted,
             "migrated": deployment.metric("diptych:migrated_streams_total"),
             "moved_bytes": deployment.metric("diptych:transfer_bytes_total"),

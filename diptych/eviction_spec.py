@@ -29,6 +29,11 @@ ADA, FASTGEN, ZAP = KEEP_RULES = ("ada", "fastgen", "zap")
 RULE_PATTERN = re.compile(r"ada|fastgen|zap(@[0-9a-f]{16})?")
 
 
+def is_keep_rule(name: str) -> bool:
+    """Whether this is the name of a rule."""
+    return RULE_PATTERN.fullmatch(name) is not None
+
+
 class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How much of its attention an attempt keeps, by which rule, and from which position on tokens may be dropped.
 
@@ -52,7 +57,7 @@ class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             raise ValueError(
                 f"a boundary is a number of chunks of {CHUNK_TOKENS} tokens, not {self.boundary} tokens"
             )
-        if not RULE_PATTERN.fullmatch(self.rule):
+        if not is_keep_rule(self.rule):
             raise ValueError(f"a rule is {' or '.join(KEEP_RULES)}, not {self.rule[:40]!r}")
 
     @property

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.eviction_spec import ADA, KeepSpec, is_keep_rule
 from diptych.slo import Slo
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -147,7 +148,8 @@ class KvKeep:
 
     A sequence keeps `share` of its rows. When a prompt ends, deciding what stays takes `prompt_s` seconds for each of
     its tokens; after each further 64 tokens `answer_s` for each token of prompt and answer. `work` compares steps on
-    such KV with steps on all of it; its ratios are for tokens before anything is dropped.
+    such KV with steps on all of it; its ratios are for tokens before anything is dropped. `rule` is the one by which
+    rows were dropped (`diptych.eviction_spec.KeepSpec`).
     """
 
     threshold: Annotated[float, Gt(0.0), Lt(1.0)]
@@ -155,6 +157,12 @@ class KvKeep:
     prompt_s: Seconds = 0.0
     answer_s: Seconds = 0.0
     work: KvClassWork = KvClassWork()
+    rule: Annotated[str, Predicate(is_keep_rule)] = ADA
+
+    @property
+    def spec(self) -> KeepSpec:
+        """What requests ask for that keep so much."""
+        return KeepSpec(self.threshold, rule=self.rule)
 
     def bag_chunks(self, tokens: int) -> int:
         """Chunks that hold what is kept of `tokens` tokens, with the map of it."""

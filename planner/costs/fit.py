@@ -42,6 +42,15 @@ class FitError:
     held_out_largest: float
     points: int
 
+    def name_all(self, what: str) -> dict[str, float]:
+        """The errors of the fit of `what` under the names that a `CostProfile` uses."""
+        return {
+            f"{what}_mean": self.mean,
+            f"{what}_max": self.largest,
+            f"{what}_held_out_mean": self.held_out,
+            f"{what}_held_out_max": self.held_out_largest,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class FittedLines:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from diptych.errors import ConfigError
+from diptych.eviction_spec import ADA
 from planner.costs.class_fit import fit_class_work, fit_decisions
 from planner.costs.fit import FitError, fit_decode, fit_mixed, fit_prefill
 from planner.costs.joint_fit import fit_joint, joint_fit_error
@@ -147,14 +148,9 @@ class FittedCosts:
     @property
     def relative_errors(self) -> dict[str, float]:
         """The relative errors under the names that a `CostProfile` uses."""
-        named = {}
-        for kind, error in self.errors.items():
-            named[f"{kind}_mean"], named[f"{kind}_max"] = error.mean, error.largest
-            named[f"{kind}_held_out_mean"], named[f"{kind}_held_out_max"] = (
-                error.held_out,
-                error.held_out_largest,
-            )
-        return named
+        return {
+            name: one for kind, error in self.errors.items() for name, one in error.name_all(kind).items()
+        }
 
 
 def fit_kv_class(
@@ -180,12 +176,12 @@ def fit_kv_class(
 
 
 def fit_kv_keep(
-    steps: Sequence[MeasuredStep], cost: StepCost, threshold: float, share: float
+    steps: Sequence[MeasuredStep], cost: StepCost, threshold: float, share: float, rule: str = ADA
 ) -> tuple[KvKeep, FitError]:
     """Fits what eviction at a threshold costs, over `cost`, which was fitted to steps of requests that keep everything.
 
-    `share` of their rows is what the requests of `steps` have kept. Rows of prompts attend in full, so prompts cost as
-    much as without eviction, beside the decisions.
+    `share` of their rows is what the requests of `steps` have kept, by `rule`. Rows of prompts attend in full, so
+    prompts cost as much as without eviction, beside the decisions.
 
     Raises:
         ConfigError: there are no steps.
@@ -194,7 +190,7 @@ def fit_kv_keep(
     prompt_s, answer_s = fit_decisions(
         [(step.decide_s, *step.decided) for step in steps if any(step.decided)]
     )
-    return KvKeep(threshold, share, prompt_s, answer_s, work), error
+    return KvKeep(threshold, share, prompt_s, answer_s, work, rule), error
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> FittedCosts:

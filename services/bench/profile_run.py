@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import StartError
+from diptych.eviction_spec import ADA
 from diptych.slo import Slo
 from planner.costs import profiler
 from planner.costs.fit import fit_handling
@@ -155,6 +156,11 @@ class LiveDeployment:
                 first.setdefault(line["request"], (line["kept_rows"], line["all_rows"]))
         kept, rows = (sum(counts[place] for counts in first.values()) for place in (0, 1))
         return kept / rows if rows else 1.0
+
+    def find_keep_rule(self) -> str:
+        """The rule by which requests have dropped rows that named none; that of `KvKeep` if none has decided."""
+        measured = self.get_status()["kv_keep"]["measured"]
+        return str(measured[-1]["rule"]) if measured else ADA
 
 
 def _complete_lines(content: bytes) -> list[bytes]:
@@ -399,8 +405,7 @@ def _add_classes(
     for name, stages in further.items():
         traces = [life.between(*_span_s(stages)) for life in logs]
         works[name], error = profiler.fit_kv_class([step for life in traces for step in life.steps], cost)
-        errors[f"kv_{name}_mean"], errors[f"kv_{name}_held_out_mean"] = error.mean, error.held_out
-        errors[f"kv_{name}_max"], errors[f"kv_{name}_held_out_max"] = error.largest, error.held_out_largest
+        errors |= error.name_all(f"kv_{name}")
     return replace(profile, kv_classes=works, fit_error=errors)
 
 
@@ -413,17 +418,10 @@ def _add_keep(
 ) -> CostProfile:
     """The profile with what eviction at a threshold keeps and costs, from the logs of the stages that evicted."""
     share = live.read_kept_share({name for life in traces for name in life.come})
-    keep, error = profiler.fit_kv_keep(
-        [step for life in traces for step in life.steps], cost, threshold, share
-    )
-    name = f"keep_{threshold}"
-    errors = {
-        f"{name}_mean": error.mean,
-        f"{name}_held_out_mean": error.held_out,
-        f"{name}_max": error.largest,
-        f"{name}_held_out_max": error.held_out_largest,
-    }
-    return replace(profile, kv_keep=(keep,), fit_error={**profile.fit_error, **errors})
+    steps = [step for life in traces for step in life.steps]
+    keep, error = profiler.fit_kv_keep(steps, cost, threshold, share, live.find_keep_rule())
+    errors = {**profile.fit_error, **error.name_all(f"keep_{threshold}")}
+    return replace(profile, kv_keep=(keep,), fit_error=errors)
 
 
 def _span_s(stages: Sequence[LoadStage]) -> tuple[float, float]:

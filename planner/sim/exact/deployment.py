@@ -8,7 +8,7 @@ from math import inf, isfinite
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
-from diptych.request import TRAITS
+from diptych.request import SEGMENTS, TRAITS
 from engine.scheduling.saturation import saturation_length
 from planner.costs.profile import CostProfile
 from planner.costs.step import StepVariation
@@ -94,6 +94,11 @@ class SimDeployment:
     bulk: SimBulkSpec | None = None
     traits: tuple[str, ...] = TRAITS
     tiers: tuple[SimTier, ...] = ()
+
+    def traits_of(self, pool: InstancePool) -> tuple[str, ...]:
+        """The traits of a pool's workers: those of one rank exchange segments, if the rule of `keep` makes any."""
+        cuts_kept = self.keep is not None and self.keep.spec.can_cut and pool.parallelism.devices == 1
+        return (*self.traits, SEGMENTS) if cuts_kept else self.traits
 
 
 def build_deployment(

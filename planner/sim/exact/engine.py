@@ -30,6 +30,7 @@ from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
 from planner.costs.step import StepVariation
 from planner.sim.exact.cores import SimCores
+from planner.sim.exact.segments import plan_kept
 from planner.types import CostModel, KvClassWork, KvKeep, StepBatch
 
 # Number of a run's steps that are computed at once at first. It doubles each time the run goes on.
@@ -420,13 +421,14 @@ class SimEngine:
 
     def _evict(self, seq: SimSequence, keep: KvKeep) -> None:
         """Lets the heads of one sequence drop KV; if there are too few slabs for the rest, others are preempted."""
-        while not self.table.has_room_for_bag(seq, keep.bag_chunks(seq.computed)):
+        segments, bag_slabs = plan_kept(seq, keep)
+        while not self.table.has_room_for_bag(seq, bag_slabs, segments):
             victim = self.scheduler.worst_holder(seq)
             self._preempt_sequence(victim.key)
             if victim is seq:
                 return
         self.table.release_undecided(seq)
-        self.table.take_bag(seq, keep.bag_chunks(seq.computed))
+        self.table.take_bag(seq, bag_slabs, segments)
         freed = max(0, num_chunks(seq.computed) - len(seq.slabs))
         seq.kept = KeptReport(round(keep.share * seq.computed), seq.computed, {"": 1}, freed)
 

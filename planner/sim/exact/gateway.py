@@ -89,8 +89,6 @@ class SimGatewaySpec:
     several_classes: bool = False
     # What all requests keep of their KV.
     keep: KeepSpec = KEEP_ALL
-    # What the workers continue exactly.
-    traits: tuple[str, ...] = TRAITS
 
 
 class SimGateway:
@@ -127,7 +125,9 @@ class SimGateway:
 
     # ---- workers
 
-    def add_worker(self, worker: SimWorker, num_slabs: int, max_model_len: int) -> None:
+    def add_worker(
+        self, worker: SimWorker, num_slabs: int, max_model_len: int, traits: tuple[str, ...] = TRAITS
+    ) -> None:
         """Registers a worker with the relay, as its `Hello` does."""
         self.workers[worker.name] = worker
         endpoints = {"simulated": b"1"} if worker.role == "prefill" else {}
@@ -145,7 +145,8 @@ class SimGateway:
             endpoints,
             kv_classes=_class_pools(worker),
             keep_classes=[RAW_CLASS] if self.spec.keep.evicts else [],
-            traits=self.spec.traits,
+            traits=traits,
+            keep_rules=(self.spec.keep.rule,),
         )
         self._handle_event(WorkerSaid(worker.name, hello))
 
@@ -298,6 +299,7 @@ class SimGateway:
             quiet=quiet,
             kv_class=order.kv_class,
             keep=order.keep,
+            cuts_kept=isinstance(order, Prefill) and order.cuts_kept,
         )
 
     # ---- the relay

@@ -29,7 +29,6 @@ from engine.scheduling.kv_admission import (
     StartFetch,
     perform_departures,
 )
-from engine.sequence import num_chunks
 from kvtransfer.digests import DigestContext
 from kvtransfer.handoff import (
     CommitSlabs,
@@ -49,6 +48,7 @@ from kvtransfer.ticket import OfferedChunk, Ticket
 from planner.sim.exact.engine import SimEngine, SimSequence
 from planner.sim.exact.event_queue import EventQueue
 from planner.sim.exact.links import SimLinks, SimTransfer
+from planner.sim.exact.segments import Segments, describe_segments, name_segments, read_segments
 
 EXPIRED_TEXT = "the request's time was up before its KV had arrived"
 # Shape and size of the chunks in simulated tickets. The chunks have no content.
@@ -89,19 +89,22 @@ def _placeholder_chunks(count: int) -> tuple[OfferedChunk, ...]:
     return tuple(OfferedChunk(slab, bytes(16)) for slab in range(count))
 
 
-def offer_ticket(worker: str, num_bag_slabs: int = 0) -> bytes:
-    """What an offer of KV at `worker` says in simulations: its name, and the slabs of its bag if it was evicted."""
-    return (f"{worker} {num_bag_slabs}" if num_bag_slabs else worker).encode()
+def offer_ticket(worker: str, num_bag_slabs: int = 0, segments: Segments = ()) -> bytes:
+    """What an offer of KV at `worker` says in simulations: its name, and its segments and the slabs of its bag if it
+    was evicted.
+    """
+    kept = f" {num_bag_slabs} {describe_segments(segments)}" if num_bag_slabs else ""
+    return (worker + kept).encode()
 
 
 def make_ticket(command: Admit | Fetch, num_tokens: int, keep: KeepSpec = KEEP_ALL) -> Ticket:
     """The ticket of an order to fetch, whose `command.ticket` is one of `offer_ticket`."""
-    worker, _, bag = command.ticket.decode().partition(" ")
+    worker, bag, segments = [*command.ticket.decode().split(" "), "0", ""][:3]
     terms = DigestContext(
         command.request, command.epoch, num_tokens, (0, 1), "float16", CHUNK_SHAPE, "simulated", CHUNK_BYTES,
-        keep=keep, num_bag_slabs=int(bag or 0),
+        keep=keep, num_bag_slabs=int(bag), segments=read_segments(segments),
     )  # fmt: skip
-    return Ticket(terms, worker, "1", _placeholder_chunks(terms.num_bag_slabs or num_chunks(num_tokens)))
+    return Ticket(terms, worker, "1", _placeholder_chunks(terms.num_chunks))
 
 
 class SimFetcher:
@@ -137,7 +140,8 @@ class SimFetcher:
         ticket = make_ticket(command, num_tokens, seq.keep) if command.ticket else None
         if ticket is not None and seq.keep.evicts:
             # The bag, and a slab for the tokens since the decision.
-            seq.kept_slabs = ticket.context.num_bag_slabs + 1
+            seq.kept_slabs, seq.segments = ticket.context.num_bag_slabs + 1, ticket.context.segments
+            seq.segment_keys = name_segments(seq.keys, seq.keep, seq.segments)
         self.admission.enqueue(SimArrival(seq, num_tokens, now_s, ticket, ticket_s=now_s))
 
     def hint(self, message: Staging) -> None:

@@ -26,7 +26,7 @@ from operator import attrgetter
 from typing import Protocol, TypeVar, overload
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL
 from diptych.stats.tiers import TierStats
 from engine.prefix_restores import PrefixRestores
 from engine.sequence import EngineLimits
@@ -213,8 +213,7 @@ class ExactSimulation:
             deployment.prefix_caching,
             deployment.cpu_cost,
             bool(deployment.kv_classes),
-            KEEP_ALL if deployment.keep is None else KeepSpec(deployment.keep.threshold),
-            deployment.traits,
+            KEEP_ALL if deployment.keep is None else deployment.keep.spec,
         )
         links, cores = SimLinks(self.events, deployment.link), SimCores(deployment.cores)
         stores = [SimTierStore(tier) for tier in deployment.tiers]
@@ -261,7 +260,8 @@ class ExactSimulation:
         if deployment.bulk is not None and role == DECODE:
             bulk = SimBulkEngine(engines[0], deployment.bulk, self._serves_online)
         worker = SimWorker(name, role, engines, self.events, links, chunk_bytes, gateway.on_message, bulk)
-        gateway.add_worker(worker, limits.num_slabs * pool.parallelism.pp, deployment.max_model_len)
+        traits = deployment.traits_of(pool)
+        gateway.add_worker(worker, limits.num_slabs * pool.parallelism.pp, deployment.max_model_len, traits)
 
     def _link_workers(self, gateway: SimGateway) -> None:
         """Links each decode worker to the prefill workers it may pull from: all, or (low affinity) its unit's."""

@@ -313,11 +313,11 @@ class SimWorker:
         num_tokens, bag = seq.computed, 0
         if seq.kept_slabs:
             num_tokens, bag = decision_tokens(seq.size, seq.computed), seq.kept_slabs - 1
-            ring = seq.slabs.pop(seq.keep.boundary_chunks)
+            ring = seq.slabs.pop(seq.lead_slabs)
             engine.table.arena_of(seq).free_slabs(seq.key, [ring])
         num_slabs = len(seq.slabs)
         num_bytes = num_slabs * self.chunk_bytes[engine.limits.arena_name(seq)]
-        ticket = offer_ticket(self.name, bag)
+        ticket = offer_ticket(self.name, bag, seq.segments)
         self._send_message(Offer(seq.id, seq.epoch, ticket, num_tokens, num_bytes, num_slabs))
 
     def _send_message(self, what: Any, at_s: float | None = None) -> None:

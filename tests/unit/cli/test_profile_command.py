@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from diptych.errors import ConfigError, StartError
+from diptych.eviction_spec import ADA
+from planner.types import KvKeep
 from planner.workload.workload import find_workload
 from services.bench.profile_run import LiveDeployment, PoolSizes, measure_profile
 from services.cli.profile import command
@@ -128,6 +130,15 @@ def test_the_share_is_that_of_the_first_decisions_of_the_stage(tmp_path: Path) -
     live = LiveDeployment(PoolSizes(), "", "", tmp_path, unused, unused)
     assert live.read_kept_share({"a", "b", "c"}) == 180 / 400
     assert live.read_kept_share({"c"}) == 1.0, "none has decided"
+
+
+def test_the_rule_is_that_of_the_requests_that_have_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    unused: Any = None
+    live, measured = LiveDeployment(PoolSizes(), "", "", unused, unused, unused), list[dict[str, str]]()
+    monkeypatch.setattr(LiveDeployment, "get_status", lambda self: {"kv_keep": {"measured": measured}})
+    assert live.find_keep_rule() == KvKeep(0.9, 0.5).rule == ADA
+    measured.append({"rule": "zap@0123456789abcdef"})
+    assert live.find_keep_rule() == measured[0]["rule"]
 
 
 def test_a_gpu_that_the_planner_does_not_know_is_refused_before_anything_is_measured() -> None:

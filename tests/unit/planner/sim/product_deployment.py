@@ -17,9 +17,8 @@ from typing import Any
 from decode_worker.kv_fetcher import KvArrival
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
-from diptych.eviction_spec import KeepSpec
 from diptych.messages import Heartbeat, Hello, Linked, Peer, Unpeer
-from diptych.request import Pooling, Request, RequestStage, SamplingParams
+from diptych.request import TRAITS, Pooling, Request, RequestStage, SamplingParams
 from engine.loop import Engine
 from engine.prefix_restores import PrefixRestores
 from engine.protocols import EvictionOrder, EvictionReport, SampledToken
@@ -33,6 +32,7 @@ from planner.sim.exact.deployment import InstanceSpec, SimDeployment
 from planner.sim.exact.engine import build_allocator
 from planner.sim.exact.event_queue import ORDER_STEP, EventQueue
 from planner.sim.exact.links import SimLinks
+from planner.sim.exact.segments import Segments, count_bag_slabs, cut_segments
 from planner.sim.exact.simulate import _engine_limits
 from planner.sim.exact.tiers import SimTiers, SimTierStore
 from planner.types import PREFILL, CostModel, Job, KvClassWork, KvKeep, StepBatch
@@ -50,6 +50,7 @@ from router.requests.admission import Admission
 from router.requests.relay import Relay
 from router.routing.prefix_index import PrefixIndex
 from router.workers.fleet import Fleet
+from services.worker.traits import list_traits
 from tests.simulation.virtual_model import LAYOUT, VirtualMemory, toy_layout
 from worker.loop import LatestStats, WorkerLoop, WorkerRole
 
@@ -181,22 +182,50 @@ class EvictingModel(Model):
     """`engine.protocols.EvictingRunner`: every sequence keeps what a `KvKeep` says, and decides as fast."""
 
     can_evict = True
-    keep = KvKeep(0.5, 1.0)
+
+    def __init__(
+        self,
+        cost: CostModel,
+        sleep: Callable[[float], None],
+        scheduler: Scheduler,
+        work_on: Mapping[str, KvClassWork],
+    ) -> None:
+        super().__init__(cost, sleep, scheduler, work_on)
+        self.keep = KvKeep(0.5, 1.0)
+        self._segments: dict[str, Segments] = {}
+
+    @property
+    def cuts_kept(self) -> bool:
+        """Whether its rule makes segments."""
+        return self.keep.spec.can_cut
 
     def plan_eviction(self, order: EvictionOrder) -> EvictionReport:
         tokens = len(order.tokens)
         self.sleep(tokens * (self.keep.prompt_s if tokens == order.prompt_tokens else self.keep.answer_s))
         kept = round(self.keep.share * tokens)
-        return EvictionReport(self.keep.bag_chunks(tokens), kept, tokens, {"": 1})
+        first = tokens == order.prompt_tokens
+        if first:
+            cuts = order.cuts and self.cuts_kept
+            self._segments[order.key] = cut_segments(self.keep, tokens) if cuts else ()
+        segments = self._segments[order.key]
+        bag_slabs = count_bag_slabs(self.keep, segments, tokens)
+        return EvictionReport(bag_slabs, kept, tokens, {"": 1}, segments=segments if first else ())
 
     def apply_eviction(self, key: str, bag_slabs: list[int]) -> None:
         """Nothing is written here."""
 
-    def load_kept(self, key: str, boundary: int, length: int, bag_slabs: list[int], *_: object) -> None:
-        """There is nothing to read."""
+    def load_kept(
+        self,
+        key: str,
+        boundary: int,
+        length: int,
+        bag_slabs: list[int],
+        segments: Segments = (),
+    ) -> None:
+        self._segments[key] = segments
 
     def forget_kept(self, key: str) -> None:
-        """Nothing is remembered."""
+        self._segments.pop(key, None)
 
 
 def batch_of(works: list[Any], running: Iterable[Sequence], work_on: Mapping[str, KvClassWork]) -> StepBatch:
@@ -297,7 +326,7 @@ class Station:
         self.name, self.role, self.line = name, role, Line(lambda message: world.hear(name, message))
         limits = _engine_limits(machine, 1, deployment)
         self.holdings, self.books = build_allocator(limits, deployment.prefix_caching), LatestStats()
-        self.arenas, self.traits = dict(limits.arena_slabs), deployment.traits
+        self.arenas = dict(limits.arena_slabs)
         work_on = {one.name: one.work for one in deployment.kv_classes}
         self.fiber = Fiber(world.agenda, self._live)
         self.line.fiber = self.fiber
@@ -310,6 +339,8 @@ class Station:
         if self.keep is not None:
             model.keep = self.keep  # type: ignore[attr-defined]
         self.engine = Engine(model, scheduler, self.holdings, model)
+        extra = set(list_traits(self.engine, [] if self.keep is None else [RAW_CLASS])) - set(TRAITS)
+        self.traits = (*deployment.traits, *extra)
         if world.stores:
             sizes = {name: toy_layout(name).chunk_bytes for name in self.arenas or (RAW_CLASS,)}
             reader = SimTiers(world.agenda, world.stores, self.holdings, sizes)
@@ -366,6 +397,7 @@ class Station:
             kv_classes={name: (count, toy_layout(name).chunk_bytes) for name, count in self.arenas.items()},
             keep_classes=[] if self.keep is None else [RAW_CLASS],
             traits=self.traits,
+            keep_rules=() if self.keep is None else (self.keep.rule,),
         )
 
 
@@ -434,7 +466,7 @@ class World:
         request.entered_s[RequestStage.ADMITTED] = job.at_s
         request.kv_class = job.kv_class or None
         if self.deployment.keep is not None:
-            request.keep = KeepSpec(self.deployment.keep.threshold)
+            request.keep = self.deployment.keep.spec
         self._handle(RequestArrived(request))
         if not self._beating:
             self._beating = True

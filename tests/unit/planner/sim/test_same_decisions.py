@@ -16,10 +16,13 @@ import pytest
 
 import planner.sim.exact.engine
 import planner.sim.exact.simulate
+from diptych.eviction_spec import ADA, ZAP
 from engine.prefix_restores import TierRate
 from engine.scheduling.scheduler import StepPlan
 from engine.sequence import EngineLimits
+from kvcache.eviction.kept_segments import count_segment_slabs
 from planner.sim.exact.deployment import InstanceSpec, SimDeployment
+from planner.sim.exact.segments import count_bag_slabs, cut_segments
 from planner.sim.exact.simulate import ExactSimulation
 from planner.sim.exact.tiers import SimTier
 from planner.types import (
@@ -41,6 +44,7 @@ from tests.simulation.virtual_model import LAYOUT
 from tests.unit.planner.sim.product_deployment import TOKEN_BYTES, Noted, NotedRelay, World
 
 GRAIN = 2.0**-32
+ZAP_RULE = f"{ZAP}@{0:016x}"
 
 
 def grain(seconds: float) -> float:
@@ -102,6 +106,19 @@ def trace(count: int, per_s: float, seed: int, shared: bool = False, spread: flo
     return jobs
 
 
+def longer_prefixes(jobs: list[Job], most: int = 1000) -> list[Job]:
+    """The same with prefixes four times as long, without jobs of more than `most` tokens."""
+    longer = [
+        replace(
+            job,
+            prompt=job.prompt + 3 * 64 * len(job.prefix),
+            prefix=tuple(10 * name + place for name in job.prefix for place in range(4)),
+        )
+        for job in jobs
+    ]
+    return [job for job in longer if job.prompt + job.output <= most]
+
+
 @dataclass
 class Simulated:
     plans: list[tuple[str, float, StepPlan]]
@@ -151,10 +168,10 @@ def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeploymen
 
 
 def evicting(
-    deployment: SimDeployment, jobs: list[Job], share: float = 0.33
+    deployment: SimDeployment, jobs: list[Job], share: float = 0.33, rule: str = ADA
 ) -> tuple[SimDeployment, list[Job]]:
     """The same with requests that all keep a share of their KV; decisions and steps on it have times of their own."""
-    keep = KvKeep(0.95, share, grain(2e-6), grain(1e-6), KvClassWork(1.25, 1.0, 0.5))
+    keep = KvKeep(0.95, share, grain(2e-6), grain(1e-6), KvClassWork(1.25, 1.0, 0.5), rule)
     machines = tuple(replace(machine, cost=Plain(context_s=grain(2e-6))) for machine in deployment.instances)
     return replace(deployment, instances=machines, keep=keep), jobs
 
@@ -254,6 +271,30 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "2P2D, eviction, shared prefixes": evicting(
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True), trace(120, 50.0, 16, shared=True)
     ),
+    "1P2D, segments": evicting(
+        deployed((PREFILL, 1), (DECODE, 2)), trace(120, 25.0, 14, spread=1.3), rule=ZAP_RULE
+    ),
+    "2P2D, segments, shared prefixes, slow link": evicting(
+        deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True, link=LinkSpec(4e6, 1e-3), beat_s=1e9),
+        longer_prefixes(trace(120, 50.0, 16, shared=True)),
+        rule=ZAP_RULE,
+    ),
+    "1P1D, segments, shared prefixes, hardly any room": evicting(
+        deployed((PREFILL, 1), (DECODE, 1), kv_tokens=64 * 18, prefix_caching=True),
+        longer_prefixes(trace(80, 40.0, 28, shared=True, spread=1.6), 64 * 15),
+        0.6,
+        ZAP_RULE,
+    ),
+    "1P1D, segments, a tier": evicting(
+        tiered(deployed((PREFILL, 1), (DECODE, 1)), ("host", 10**6, 0.3e-3, 0.4e-3), slabs=20),
+        longer_prefixes(trace(120, 50.0, 36, shared=True)),
+        rule=ZAP_RULE,
+    ),
+    "colocated, segments": evicting(
+        deployed((BOTH, 2), prefix_caching=True),
+        longer_prefixes(trace(60, 30.0, 37, shared=True)),
+        rule=ZAP_RULE,
+    ),
     "colocated, eviction, hardly any room": evicting(
         deployed((BOTH, 1), kv_tokens=64 * 15, tpot_s=12e-3), trace(60, 30.0, 17, spread=1.6), 0.9
     ),
@@ -307,6 +348,18 @@ def test_skipping_steps_changes_nothing_for_any_seed(seed: int) -> None:
     assert len(some.plans) < 0.8 * len(each.plans)
 
 
+def count_shared_pulls(name: str) -> int:
+    """How many requests pulled fewer slabs than they had when their prompt ended."""
+    deployment, _ = CASES[name]
+    assert deployment.keep is not None
+    count = 0
+    for one in simulated_case(name).served:
+        segments = cut_segments(deployment.keep, one.job.prompt)
+        held = count_segment_slabs(segments) + count_bag_slabs(deployment.keep, segments, one.job.prompt)
+        count += 0 < one.moved_bytes < held * LAYOUT.chunk_bytes
+    return count
+
+
 def test_the_cases_are_hard() -> None:
     """Preemption, chunks and whole prompts do happen in them."""
     names = "colocated, hardly any room", "colocated, whole prompts", "slow link"
@@ -316,5 +369,7 @@ def test_the_cases_are_hard() -> None:
         assert simulated_case(name).num_preempted, name
     for name in [name for name in CASES if "overdraft" in name]:
         assert simulated_case(name).num_overdrafts, name
+    for name in [name for name in CASES if "segments, shared prefixes" in name]:
+        assert count_shared_pulls(name) >= 10, name
     assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128
     assert any(len(plan.prefill) > 1 for _, _, plan in many)

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from diptych.errors import ConfigError
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import FASTGEN, KeepSpec
 from planner.costs.class_fit import class_batch, fit_decisions
 from planner.costs.kv.eviction import DecidingCost, find_keep, keep_notes
 from planner.costs.profile_file import load_profile, save_profile
@@ -75,8 +75,8 @@ def test_costs_are_measured_apart_from_decisions() -> None:
         ended_s = now_s + COST.step_s(class_batch(batch, kept)) + decide_s
         steps.append(MeasuredStep(now_s, ended_s, batch, decide_s, decided))
         now_s = ended_s
-    keep, error = fit_kv_keep(steps, COST, 0.95, 0.4)
-    assert (keep.threshold, keep.share) == (0.95, 0.4)
+    keep, error = fit_kv_keep(steps, COST, 0.95, 0.4, FASTGEN)
+    assert (keep.threshold, keep.share, keep.rule) == (0.95, 0.4, FASTGEN)
     assert (keep.prompt_s, keep.answer_s) == pytest.approx((3e-6, 1e-6))
     assert keep.work.context == pytest.approx(WORK.context, rel=0.05) and error.mean < 0.02
     assert (keep.work.token, keep.work.square) == (1.0, 1.0), "prompts attend in full"

@@ -23,6 +23,9 @@ PROFILE_ROWS = 64
 # ring), and one for the map of what its heads kept.
 RING_AND_MAP = 2
 RING_AND_MAP_TOKENS = RING_AND_MAP * CHUNK_TOKENS
+# Most slabs of a segment (`kvcache.eviction.kept_segments`). With one, heads that keep more than four rows of nine
+# would fill it with a single chunk. A segment has more chunks than slabs, or it would save nothing.
+SEGMENT_SLABS = 2
 # Rules that say which tokens a head keeps, see docs/eviction.md. `zap` needs weights, whose digest may follow: any
 # others are another rule.
 ADA, FASTGEN, ZAP = KEEP_RULES = ("ada", "fastgen", "zap")

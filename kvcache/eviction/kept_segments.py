@@ -23,12 +23,9 @@ import msgspec
 from msgspec import Meta
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import SEGMENT_SLABS, KeepSpec
 from diptych.hashing import hash_fields
 
-# Most slabs of a segment. With one, heads that keep more than four rows of nine would fill it with a single chunk. A
-# segment has more chunks than slabs, or it would save nothing.
-SEGMENT_SLABS = 2
 DIGEST_BYTES = 16
 
 

@@ -41,7 +41,7 @@ from router.routing.class_choice import LINK, ClassDecision
 from router.routing.handoff_cost import HandoffCost
 from router.routing.pairs import PairList, workers_of_pair
 from router.routing.policy import NO_LINK, NO_PREFILL, SOONER
-from router.routing.prefix_index import ChunkNames
+from router.routing.prefix_index import ChunkNames, name_kept
 
 # A request fails after more than this many attempts that ended because a worker was lost or had to end.
 MAX_LOSSES = 8
@@ -97,7 +97,7 @@ class Attempts:
                 chunks = named[id(request.prompt)] = pairs.index.name_chunks(
                     request.prompt, request.tenancy.scope
                 )
-            state.chunks = chunks
+            state.chunks, state.kept_chunks = chunks, name_kept(chunks, len(request.prompt), request.keep)
             state.expected_tokens = answers.expected_tokens(request.sampling.max_tokens)
         states[0].wish.beside = sum_beside(states)
 

@@ -18,6 +18,7 @@ from diptych.request import RequestStage
 from router.effects import ChosenPair
 from router.requests.quarantine import CrashQuarantine
 from router.requests.request_state import RequestState
+from router.routing.answer_lengths import AnswerLengths
 from router.routing.auto_class import AutoClasses, WorkerPaces
 from router.routing.capabilities import FleetCapabilities
 from router.routing.class_choice import ClassDecision
@@ -28,7 +29,6 @@ from router.routing.overdraft import AnswerEnds, OverdraftPatience, RunningAnswe
 from router.routing.pairs import Pair, PairList, pair_list, workers_of_pair
 from router.routing.policy import (
     ANY_POOLED,
-    AnswerLengths,
     RankedPair,
     RoutingNeed,
     RoutingView,
@@ -345,22 +345,27 @@ class PairSelector:
         """Record the estimates for an attempt on these workers: tokens to compute, and tokens that are shared."""
         first, need = pair.prefill or pair.decode, state.attempt_need
         state.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
-        state.shared_tokens = self.view.shared_tokens(pair.decode, need)
+        state.shared_tokens = self.view.shared_room(pair.decode, need)
         if not state.bulk:
             self.expect_chunks(first, state.chunks, need.kv_class)
 
     def admit_to_decode(self, state: RequestState, decode: str) -> None:
         """Record the estimate for the decode worker that the request is sent to now: the tokens that are shared."""
-        state.shared_tokens = self.view.shared_tokens(decode, state.attempt_need)
-        self.expect_chunks(decode, state.handed_chunks, state.attempt_need.kv_class)
+        need = state.attempt_need
+        state.shared_tokens = self.view.shared_room(decode, need)
+        self.expect_chunks(decode, state.handed_chunks, need.kv_class, need.kept_chunks)
 
-    def expect_chunks(self, worker: str, chunks: ChunkNames, kv_class: str | None) -> None:
-        """Assume from now on that the worker has these chunks cached, in its pool of `kv_class`."""
+    def expect_chunks(
+        self, worker: str, chunks: ChunkNames, kv_class: str | None, kept_chunks: ChunkNames = ()
+    ) -> None:
+        """Assume from now on that the worker has these chunks cached, in its pool of `kv_class`; and, in no tier, what
+        is kept of `kept_chunks` behind them.
+        """
         if (worker_state := self.fleet.workers.get(worker)) is not None and holds_class(
             worker_state.hello, kv_class
         ):
             size, name = pool_size(worker_state.hello, kv_class), decided_class(worker_state.hello, kv_class)
-            self.index.record_sent(worker, chunks, size.num_slabs, name)
+            self.index.record_sent(worker, (*chunks, *kept_chunks), size.num_slabs, name)
             if tiers := tiers_name(worker_state):
                 self.index.record_sent(tiers, chunks, tiers_bytes(worker_state) // size.chunk_bytes, name)
 

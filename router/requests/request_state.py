@@ -16,11 +16,7 @@ from router.effects import ChosenPair
 from router.requests.continuable import NO_TRAITS, can_continue, traits_to_begin, traits_to_continue
 from router.requests.failure_policy import NO_WORKERS, FailurePolicy
 from router.routing.class_choice import ASKED, DEFAULT, BesideNeed, ClassDecision
-from router.routing.credits import (
-    CREDIT_TOKENS_PER_PROMPT,
-    prefill_room_tokens,
-    round_up_to_chunks,
-)
+from router.routing.credits import CREDIT_TOKENS_PER_PROMPT, prefill_room_tokens, round_up_to_chunks
 from router.routing.eviction_estimate import KeptShares, held_tokens, kept_room_tokens, kept_tokens
 from router.routing.load_ledger import WorkerLoad
 from router.routing.overdraft import RunningAnswer
@@ -91,11 +87,11 @@ class RequestState:
     the request waits in the gateway. Until the Offer `pair.decode` may only be planned: it counts as load, but was
     sent nothing. `target` is the decode worker that the attempt was sent to.
 
-    `chunks` name the full chunks of the prompt. `expected_tokens` is the expected length of the answer, from the
-    lengths of recent answers. `prefill_kv_tokens` are the tokens whose KV the prefill worker will hold, in whole
-    chunks; `unprefilled_tokens` are those that it has to compute. `shared_tokens` need no slabs of their own at the
-    decode worker, since other requests hold their chunks. These are the routing estimates from when its worker was
-    chosen.
+    `chunks` name the full chunks of the prompt, `kept_chunks` what segments keep of some. `expected_tokens` is the
+    expected length of the answer, from the lengths of recent answers. `prefill_kv_tokens` are the tokens whose KV the
+    prefill worker will hold, in whole chunks; `unprefilled_tokens` are those that it has to compute. `shared_tokens`
+    need no slabs of their own at the decode worker, since other requests hold theirs. These are the routing estimates
+    from when its worker was chosen.
 
     `deferred`: the decode worker of the running attempt draws the first token. `continuable`: other workers can
     continue what the attempt delivers. `overdrawn`: the running attempt began before its decode worker had room, which
@@ -107,6 +103,7 @@ class RequestState:
     number: int
     pinned_pair: ChosenPair | None = None
     chunks: ChunkNames = ()
+    kept_chunks: ChunkNames = ()
     expected_tokens: int = 0
     wish: ClassWish = field(default_factory=ClassWish)
     # What sequences that evict keep, as measured.
@@ -276,6 +273,8 @@ class RequestState:
             traits=self.traits_to_go_on,
             pools=self.pools,
             attachable_tokens=self.attachable_tokens,
+            kept_chunks=self.kept_chunks,
+            kept_share=self.kept_share if self.kept_chunks else 1.0,
         )
 
     @property
@@ -287,7 +286,9 @@ class RequestState:
         if self.attempt_version is None:
             return self.need
         traits = self._traits_needed(not self.deferred) | frozenset([SEGMENTS] if self.cuts_kept else [])
-        return replace(self.need, kv_class=self.attempt_version.kv_class, traits=traits)
+        kept_chunks = self.kept_chunks if self.cuts_kept else ()
+        kv_class = self.attempt_version.kv_class
+        return replace(self.need, kv_class=kv_class, traits=traits, kept_chunks=kept_chunks)
 
     @property
     def shares(self) -> dict[str, WorkerLoad]:
@@ -311,15 +312,9 @@ class RequestState:
         if not self.ticket:
             moving = min(moving, round_up_to_chunks(self.handed_tokens))
         moving = max(0, moving - self.shared_tokens)
+        overdrawn = self.prefill_kv_tokens if self.overdrawn else 0
         return {
-            pair.prefill: WorkerLoad(
-                unprefilled,
-                1,
-                self.prefill_kv_tokens,
-                credit,
-                moving,
-                self.prefill_kv_tokens if self.overdrawn else 0,
-            ),
+            pair.prefill: WorkerLoad(unprefilled, 1, self.prefill_kv_tokens, credit, moving, overdrawn),
             pair.decode: WorkerLoad(0, 1, room, moving_tokens=moving),
         }
 

@@ -112,7 +112,7 @@ def pairs_with_overdraft(
     step_s = seconds_per_unit([(one, one.stats.steps) for one in targets if one.stats.steps], DEFAULT_STEP_S)
     allowed = list[Pair]()
     missing = {
-        target: missing_room(target, need, view, need.room_tokens - view.shared_tokens(target, need))
+        target: missing_room(target, need, view, need.room_tokens - view.shared_room(target, need))
         for target in step_s
     }
     answers = {
@@ -175,7 +175,7 @@ def _has_decode_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingV
     # How much others hold there is looked up only where that decides.
     if tokens <= free or tokens - max(0, need.prompt_tokens - 1) > free:
         return tokens <= free
-    return tokens - view.shared_tokens(worker, need) <= free
+    return tokens - view.shared_room(worker, need) <= free
 
 
 def _has_kv_room(worker: str, tokens: int, need: RoutingNeed, view: RoutingView) -> bool:

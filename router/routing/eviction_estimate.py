@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import RING_AND_MAP_TOKENS, KeepSpec
+from diptych.eviction_spec import RING_AND_MAP_TOKENS, SEGMENT_SLABS, KeepSpec
 
 # Weight of the past in a measured share, applied at each sequence.
 SHARE_DECAY = 0.8
@@ -73,6 +73,16 @@ def kept_room_tokens(tokens: int, boundary: int, share: float, held_tokens: int 
     """
     kept = _whole_chunks(kept_tokens(_whole_chunks(tokens), boundary, share))
     return max(kept + RING_AND_MAP_TOKENS, held_tokens)
+
+
+def segment_tokens(chunks: int, share: float) -> int:
+    """Tokens of room of the whole segments of so many chunks, which keep `share` of their rows.
+
+    Only workers know where segments end: each is taken to have as many chunks as it has room for.
+    """
+    length = int(SEGMENT_SLABS / share) if share else chunks
+    whole = chunks // length * length if length > SEGMENT_SLABS else 0
+    return int(share * whole * CHUNK_TOKENS)
 
 
 def held_tokens(report: KeptReport, boundary: int) -> int:

@@ -30,9 +30,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.request import BULK_PRIORITY
+from diptych.request import BULK_PRIORITY, SEGMENTS
 from router.effects import ChosenPair
 from router.routing.class_choice import BesideNeed
+from router.routing.eviction_estimate import segment_tokens
 from router.routing.load_ledger import LoadLedger
 from router.routing.pairs import Pair, PairList, pair_list
 from router.routing.prefix_index import ChunkNames, PrefixIndex
@@ -51,10 +52,6 @@ RESTORED_SHARE = 0.85
 # A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
 # the share AFFINITY_PART of the least busy worker's requests. With a part of the prefix it is proportionally less.
 AFFINITY, AFFINITY_PART = 2.0, 0.25
-# Weight of the past in the mean length of answers, applied at each answer.
-ANSWER_DECAY = 0.95
-# Mean answer length in tokens that is assumed until the first answer has ended.
-INITIAL_ANSWER_TOKENS = 256.0
 # Reasons for prefill on a decode worker: no prefill worker can do it, or the decode worker is predicted to be faster.
 NO_PREFILL, NO_LINK, SOONER = "no_prefill_worker", "no_link", "sooner"
 
@@ -71,6 +68,8 @@ class RoutingNeed:
     `beside` is what other sequences of its HTTP request will need in the class that it gets. `traits` are those that
     its workers need to serve it, or to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by
     one worker. `attachable_tokens` are the first tokens that need not be computed where they are cached; None: all.
+    `kept_chunks` name what it keeps of chunks behind the whole ones, where decode workers share that: `kept_share` of
+    their rows.
     """
 
     prompt_tokens: int
@@ -86,6 +85,8 @@ class RoutingNeed:
     traits: frozenset[str] = frozenset()
     pools: bool = False
     attachable_tokens: int | None = None
+    kept_chunks: ChunkNames = ()
+    kept_share: float = 1.0
 
     @property
     def bulk(self) -> bool:
@@ -96,21 +97,6 @@ class RoutingNeed:
     def evicts(self) -> bool:
         """Whether its workers must be able to drop KV by head in its class."""
         return self.whole_tokens is not None
-
-
-class AnswerLengths:
-    """The mean length of recent answers; older answers count less."""
-
-    def __init__(self) -> None:
-        self._mean_tokens = INITIAL_ANSWER_TOKENS
-
-    def record_length(self, tokens: int) -> None:
-        """An answer has ended after `tokens` tokens."""
-        self._mean_tokens = ANSWER_DECAY * self._mean_tokens + (1 - ANSWER_DECAY) * tokens
-
-    def expected_tokens(self, max_tokens: int) -> int:
-        """The expected length, in tokens, of an answer that may have `max_tokens`."""
-        return min(max_tokens, round(self._mean_tokens))
 
 
 def tiers_name(worker_state: WorkerState) -> str:
@@ -180,6 +166,16 @@ class RoutingView:
             stored = self.index.count_shared(tiers, chunks, kv_class)
             known += int(CHUNK_TOKENS * RESTORED_SHARE * max(0, stored - shared))
         return min(known, max(0, need.prompt_tokens - 1))
+
+    def shared_room(self, worker: str, need: RoutingNeed) -> int:
+        """Tokens of room that the request needs not for itself at the worker that decodes it: those that the worker is
+        assumed to have cached, and what segments there keep of others.
+        """
+        tokens, hello = self.shared_tokens(worker, need), self.fleet.workers[worker].hello
+        if not (need.kept_chunks and self.split and SEGMENTS in hello.traits):
+            return tokens
+        count = self.index.count_shared(worker, need.kept_chunks, decided_class(hello, need.kv_class))
+        return tokens + segment_tokens(count, need.kept_share)
 
     def eligible_workers(self, role: str, need: RoutingNeed) -> list[WorkerState]:
         """Workers of a role that serve the model and hold the KV class of `need`, and do not drain."""
@@ -302,7 +298,7 @@ def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -
     """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`."""
     link = view.fleet.workers[target].links[source]
     tokens = need.prompt_tokens if need.handed_tokens is None else need.handed_tokens
-    chunks = -(-max(0, tokens - view.shared_tokens(target, need)) // CHUNK_TOKENS)
+    chunks = -(-max(0, tokens - view.shared_room(target, need)) // CHUNK_TOKENS)
     num_bytes = chunks * pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
     return link.latency_us * 1e-6 + num_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
 
@@ -418,7 +414,7 @@ def _decode_wait_s(
     most = AFFINITY + AFFINITY_PART * min([load.running for load in loads.values()], default=0)
     waits_s: dict[str, float] = {}
     for worker_state, (name, load) in zip(worker_states, loads.items(), strict=True):
-        shared_tokens = view.shared_tokens(name, need)
+        shared_tokens = view.shared_room(name, need)
         steps = load.running - most * shared_tokens / max(1, need.prompt_tokens)
         capacity = pool_size(worker_state.hello, need.kv_class).num_slabs * CHUNK_TOKENS
         kv_class = decided_class(worker_state.hello, need.kv_class)

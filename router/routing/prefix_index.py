@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from diptych.chunks import CHUNK_TOKENS, RAW_CLASS
+from diptych.eviction_spec import KeepSpec
 from diptych.request import TOKEN_BYTES, token_bytes
 
 # Most chunks that are remembered per worker, however large its pool is.
@@ -38,6 +39,19 @@ def _iter_names(tokens: Sequence[int], name: bytes) -> Iterator[bytes]:
     for start in range(0, len(body) - step + 1, step):
         name = blake2b(name + body[start : start + step], digest_size=NAME_BYTES).digest()
         yield name
+
+
+def name_kept(chunks: ChunkNames, prompt_tokens: int, keep: KeepSpec) -> ChunkNames:
+    """The names of what a prompt keeps of its `chunks` that can be in segments; none if its rule makes none.
+
+    A worker that has these has not the chunks. Rows of the newest 64 tokens are in no segment.
+    """
+    if not keep.can_cut:
+        return ()
+    text = f"{keep.rule} {keep.threshold!r} {keep.boundary}"
+    mark = blake2b(text.encode(), digest_size=NAME_BYTES).digest()
+    end = max(0, prompt_tokens - CHUNK_TOKENS) // CHUNK_TOKENS
+    return tuple([name + mark for name in chunks[keep.boundary_chunks : end]])
 
 
 class PrefixIndex:

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.chunks import CHUNK_TOKENS
+from diptych.eviction_spec import SEGMENT_SLABS
 from engine.cpu.eviction.decision import ColumnSource, HeadColumns
 from engine.cpu.eviction.ragged_attention import KeptStore
 from kvcache.eviction.kept_rows import FRAME_TOKENS, FrameFormat, KeptRows, count_bag_slabs
-from kvcache.eviction.kept_segments import DIGEST_BYTES, SEGMENT_SLABS, KeptSegment
+from kvcache.eviction.kept_segments import DIGEST_BYTES, KeptSegment
 from kvcache.layout import KvLayout
 
 Bytes = NDArray[np.uint8]

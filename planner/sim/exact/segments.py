@@ -7,11 +7,10 @@ its chunks alone, as in the engine (`kvcache.eviction.kept_segments`), so their 
 from __future__ import annotations
 
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import KeepSpec
+from diptych.eviction_spec import SEGMENT_SLABS, KeepSpec
 from engine.sequence import Sequence
 from kvcache.eviction.kept_segments import (
     DIGEST_BYTES,
-    SEGMENT_SLABS,
     KeptSegment,
     kept_begin,
     segment_keys,

@@ -20,8 +20,8 @@ from router.requests.admission import AdmissionLimits
 from router.requests.quarantine import MAX_EXCUSED_KILLS
 from router.requests.queue import RequestQueue
 from router.requests.request_state import RequestState
+from router.routing.answer_lengths import INITIAL_ANSWER_TOKENS
 from router.routing.load_ledger import LoadLedger, WorkerLoad
-from router.routing.policy import INITIAL_ANSWER_TOKENS
 from tests.unit.router.fake_deployment import PAIR, FakeDeployment, is_at_rest, linked_deployment, messages_to
 
 

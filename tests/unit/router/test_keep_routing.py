@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from diptych.eviction_report import KeptReport
 from diptych.eviction_spec import ADA, FASTGEN, PROFILE_ROWS, ZAP, KeepSpec
 from diptych.messages import Admit, Generate, Prefill
 from diptych.request import SEGMENTS, TRAITS
 from router.effects import ClockTick, FailRequest, RequestArrived
 from router.requests.request_state import RequestState
+from router.routing.credits import missing_room
+from router.routing.eviction_estimate import kept_tokens, segment_tokens
 from router.routing.load_ledger import LoadLedger
-from router.routing.policy import RoutingView
-from router.routing.prefix_index import PrefixIndex
+from router.routing.policy import RoutingNeed, RoutingView, choose_pair, find_pairs, transfer_s
+from router.routing.prefix_index import PrefixIndex, name_kept
 from router.workers.kv_classes import can_evict, keep_classes_of_pair
 from tests.unit.router.fake_deployment import (
     PAIR,
@@ -87,6 +90,94 @@ def test_kept_rows_are_cut_where_both_workers_exchange_segments(
     assert (SEGMENTS in state.attempt_need.traits) == cut and SEGMENTS not in state.need.traits
     [whole] = ask(world, "whole", KeepSpec())
     assert isinstance(whole, Prefill) and not whole.cuts_kept
+
+
+RULE = "zap@0123456789abcdef"
+PROMPT = list(range(1024))
+
+
+def kept_need(keep: KeepSpec, share: float = 0.25) -> RoutingNeed:
+    """What a prompt of 16 chunks needs, of which a share stays; only segments are shared."""
+    chunks = PrefixIndex().name_chunks(PROMPT, "")
+    kept = name_kept(chunks, len(PROMPT), keep)
+    tokens = kept_tokens(len(PROMPT), keep.boundary, share)
+    return RoutingNeed(
+        len(PROMPT), tokens + 128, None, chunks, whole_tokens=keep.boundary, handed_tokens=tokens,
+        kept_chunks=kept, kept_share=share,
+    )  # fmt: skip
+
+
+def segments_at(*names: str, keep: KeepSpec, traits: tuple[str, ...] = (*TRAITS, SEGMENTS)) -> RoutingView:
+    """Two pairs, of which some workers were sent a prompt whose segments they have."""
+    fleet = fleet_of(*FOUR)
+    for worker in fleet.workers.values():
+        worker.hello = structs.replace(worker.hello, keep_classes=list(RAW), traits=traits)
+    view, need = RoutingView(fleet, LoadLedger(), True, index=PrefixIndex()), kept_need(keep)
+    for name in names:
+        view.index.record_sent(name, (*need.chunks[: keep.boundary_chunks], *need.kept_chunks), 100)
+    return view
+
+
+def test_a_decode_worker_that_has_the_segments_is_preferred_and_needs_less_room() -> None:
+    """They are worth what they keep, and nothing where prompts are prefilled."""
+    keep = KeepSpec(0.5, 64, RULE)
+    need, view = kept_need(keep), segments_at("decode-1", keep=keep)
+    # Of 15 chunks behind the boundary the last one is not judged, and 8 fill a segment.
+    assert [view.shared_room(name, need) for name in FOUR] == [0, 0, 0, 64 + 8 * 16]
+    assert view.shared_tokens("decode-1", need) == 64
+    best = choose_pair(need, view, find_pairs(need, view))
+    assert best is not None and best.decode == "decode-1"
+    assert transfer_s("prefill-0", "decode-1", need, view) < transfer_s("prefill-0", "decode-0", need, view)
+    assert missing_room("decode-1", need, view, 0) == missing_room("decode-0", need, view, 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "share"),
+    [
+        (KeepSpec(0.49, 64, RULE), 0.25),
+        (KeepSpec(0.5, 128, RULE), 0.25),
+        (KeepSpec(0.5, 64, "zap@fedcba9876543210"), 0.25),
+        (KeepSpec(0.5, 64, ZAP), 0.25),
+        (KeepSpec(0.5, 64, ADA), 0.25),
+        (KeepSpec(0.5, 64, RULE), 1.0),
+        (KeepSpec(0.5, 64, RULE), 0.7),
+    ],
+    ids=["threshold", "boundary", "weights", "no weights", "rule", "nothing known", "no segments"],
+)
+def test_what_is_kept_otherwise_is_not_shared(keep: KeepSpec, share: float) -> None:
+    view, need = segments_at("decode-1", keep=KeepSpec(0.5, 64, RULE)), kept_need(keep, share)
+    assert view.shared_room("decode-1", need) == view.shared_tokens("decode-1", need)
+
+
+def test_workers_that_exchange_no_segments_share_none() -> None:
+    keep = KeepSpec(0.5, 64, RULE)
+    need, view = kept_need(keep), segments_at("decode-1", keep=keep, traits=TRAITS)
+    assert view.shared_room("decode-1", need) == 64
+    assert segment_tokens(9, 0.0) == 0 and segment_tokens(2, 0.4) == 0 and segment_tokens(12, 0.4) == 256
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_room_that_others_hold_in_segments_is_booked_once(cut: bool) -> None:
+    world = FakeDeployment(local_prefill="never")
+    for name in PAIR:
+        world.join(name, kv_class="raw", keep_classes=RAW, traits=(*TRAITS, SEGMENTS) if cut else TRAITS)
+    for name in PAIR:
+        world.flush(name)
+    keep, relay = KeepSpec(0.5, 0, RULE), world.relay
+    for _ in range(40):
+        relay.pairs.kept_shares.record_share("raw", keep, KeptReport(25, 100, {"zap": 1}))
+    for name in ("a", "b"):
+        request = make_request(name, 1024)
+        request.keep = keep
+        world.do(RequestArrived(request))
+        world.first("prefill-0", (name, 0))
+        world.flush("prefill-0")
+    states = [relay.live[name] for name in ("a", "b")]
+    assert [state.target for state in states] == ["decode-0"] * 2
+    first, second = (state.shares["decode-0"].room_tokens for state in states)
+    shared = segment_tokens(15, states[1].kept_share) if cut else 0
+    assert (states[0].shared_tokens, states[1].shared_tokens) == (0, shared) and (shared > 100) == cut
+    assert first - second == states[1].shared_tokens
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Heartbeat, WorkerStats
 from router.effects import ChosenPair
+from router.routing.answer_lengths import INITIAL_ANSWER_TOKENS, AnswerLengths
 from router.routing.credits import pairs_with_credit
 from router.routing.load_ledger import IDLE_LOAD, LoadLedger, WorkerLoad
 from router.routing.policy import (
-    INITIAL_ANSWER_TOKENS,
-    AnswerLengths,
     RoutingNeed,
     RoutingView,
     choose_decode,

@@ -10,10 +10,9 @@ import pytest
 import torch
 from msgspec import structs
 
-from diptych.eviction_spec import ADA, KeepSpec
+from diptych.eviction_spec import ADA, SEGMENT_SLABS, KeepSpec
 from engine.cpu.eviction.segment_kernels import build_segment_kernel
 from engine.step_work import StepWork
-from kvcache.eviction.kept_segments import SEGMENT_SLABS
 from tests.engine.cpu.eviction.evicted_runs import EvictedRun, make_runner, source_tokens
 from tests.engine.cpu.eviction.segmented_runs import CALIBRATED, SPEC, WEIGHTS, SegmentedRun, make_cutting
 

@@ -21,15 +21,16 @@ from kvcache.layout import KvLayout
 
 Floats = NDArray[np.float32]
 
-# The table always has more than one slot: kernels are compiled for arrays of several.
-MIN_SLOTS = 16
+# The table always has several slots and layers: kernels are compiled for arrays of several, with gaps between them.
+MIN_SLOTS, MIN_LAYERS = 16, 2
 
 
 class SinkTable:
     """Sinks by slot: keys and values [layers, kv_heads, head_dim] each, of one rank's layers and heads."""
 
     def __init__(self, layout: KvLayout, slots: int = DEFAULT_SLOTS) -> None:
-        shape = (max(slots, MIN_SLOTS), layout.layers, 2, layout.kv_heads, layout.head_dim)
+        layers = max(layout.layers, MIN_LAYERS)
+        shape = (max(slots, MIN_SLOTS), layers, 2, layout.kv_heads, layout.head_dim)
         # A mapping of its own: slots take memory when they are first written, and are never moved.
         memory = mmap.mmap(-1, 4 * math.prod(shape))
         self._rows = np.frombuffer(memory, np.float32).reshape(shape)

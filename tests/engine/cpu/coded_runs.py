@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,15 @@ from kvcache.codecs.codec_id import CALIBRATED, CodecId, complete_codec_id, pars
 from kvcache.codecs.datatype import LayerFactors
 from tests.unit.codecs.oracles import random_sample
 
-SHAPE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-HEADS, HEAD_DIM = 2, 16
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+HEADS, HEAD_DIM = 2, 32
 CONTEXT, SLABS = 256, 16
 # A flipped code changes logits by more than rounding does, but few codes flip.
 SAME, MOST_ROWS = 2e-3, 0.9
+# Logits of several prompts that should be equal, and those.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def calibrate(files: Checkpoint, group: int = HEADS * HEAD_DIM) -> Calibration:
@@ -53,3 +58,10 @@ def complete(name: str, calibration: Calibration) -> CodecId:
 def rows_that_differ(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Share of rows whose logits differ by more than rounding."""
     return float(((found - expected).abs().amax(dim=1) > SAME).float().mean())
+
+
+def typical_difference(pairs: Pairs) -> float:
+    """Of several prompts, the median share of rows that differ: all rows after a flipped code do, and in few prompts an
+    early one flips.
+    """
+    return median(rows_that_differ(*pair) for pair in pairs)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -106,6 +107,7 @@ class DecodeWorker:
         self._key, self._tickets = key, TicketCheck(key, fingerprint, fetcher.links)
         self._admission = KvAdmission[KvArrival](engine.scheduler, kv, _renew_arrival)
         self._corrupt = 0
+        self._segment_slabs: Counter[str] = Counter()
         # Number of hints and tickets that came after their request had ended.
         self._late = 0
         # Bytes that were copied before the ticket came and that the source changed afterwards.
@@ -317,6 +319,8 @@ class DecodeWorker:
         why = "" if outcome.error is None else describe_error(outcome.error)
         end = self._admission.finish(arrival, outcome.failure_code, why)
         if end.status == "adopted":
+            pulled = len(arrival.coming.intersection(seq.segment_keys))
+            self._segment_slabs.update(found=len(seq.segment_keys) - pulled, pulled=pulled)
             self._report_pulled(arrival, outcome)
         elif end.status == "failed":
             self._corrupt += end.code == "kv_corrupt"
@@ -369,6 +373,7 @@ class DecodeWorker:
             late_messages=stats.late_messages + self._late,
             integrity_failures=self._corrupt,
             wasted_bytes=self.wasted_bytes,
+            segment_slabs=dict(+self._segment_slabs),
         )
 
 

@@ -183,9 +183,8 @@ class Drain(ChannelMessage, frozen=True):
 
 
 class SwitchRole(ChannelMessage, frozen=True):
-    """Join the other pool: drain as for `Drain`, then say Hello again as `role`, with the same weights."""
+    """Join the other pool: drain as for `Drain`, then say Hello again as `role`, "prefill" or "decode"."""
 
-    # The role to take: "prefill" or "decode".
     role: str
 
 
@@ -312,6 +311,8 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     tier_queries: int = 0
     tier_hits: int = 0
     tiers: dict[str, TierStats] = {}
+    # Slabs of segments (`kvcache.eviction.kept_segments`) of adopted sequences: "found" in the pool, or "pulled".
+    segment_slabs: dict[str, int] = {}
 
     def since(self, then: WorkerStats) -> WorkerStats:
         """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""
@@ -406,7 +407,7 @@ class Staged(ChannelMessage, frozen=True):
 class Offer(ChannelMessage, frozen=True):
     """The KV of (request, epoch) is complete and leased; `ticket` contains what is needed to pull it.
 
-    `num_slabs` hold it; of an attempt that may drop tokens fewer than its `num_tokens` would need.
+    `num_slabs` hold it, 0 if it is not said; of an attempt that may drop tokens fewer than its `num_tokens` would need.
     """
 
     request: str
@@ -414,7 +415,6 @@ class Offer(ChannelMessage, frozen=True):
     ticket: bytes
     num_tokens: int
     num_bytes: int
-    # 0 if the worker does not say.
     num_slabs: int = 0
 
 

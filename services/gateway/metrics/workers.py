@@ -212,6 +212,12 @@ class WorkerCollector(Collector):
             "part",
             "step_parts",
         ),
+        (
+            "diptych:kv_segment_slabs",
+            "Slabs with what zap keeps of whole chunks, of sequences decoded here: found, or pulled",
+            "outcome",
+            "segment_slabs",
+        ),
     )
 
     def describe(self) -> Iterable[Metric]:

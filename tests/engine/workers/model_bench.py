@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from decode_worker.worker import DecodeWorker
 from diptych.eviction_spec import KeepSpec
-from diptych.messages import Admit, Offer, Output, Prefill, Pulled, Release, Step, ToWorker
+from diptych.messages import Admit, Offer, Output, Prefill, Pulled, Release, Step, ToWorker, WorkerStats
 from diptych.request import Tenancy
 from engine.cpu.model_runner import CpuModelRunner
 from engine.loop import Engine
@@ -55,6 +55,11 @@ class ModelWorker:
         self.shell.run_once()
         while self.engine.has_work:
             self.shell.run_once()
+
+    @property
+    def stats(self) -> WorkerStats:
+        """What it tells of itself."""
+        return self.shell.role.complete_stats(self.engine.stats)
 
     def tokens(self, request: str) -> list[int]:
         """All tokens of a request."""

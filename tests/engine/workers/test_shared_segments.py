@@ -85,8 +85,11 @@ def test_requests_that_begin_alike_share_segments(codec: str, boundary: int) -> 
     assert all(num_bytes <= 0.5 * shared[0][1] for _, num_bytes in shared[1:])
     # The first one moves little more than without segments.
     assert shared[0][1] <= 1.5 * alone[0][1]
+    counts = bench.decode.stats.segment_slabs
     again, num_bytes = bench.hand_over("again", PROMPTS[0], [], keep, True)
     assert again == alone[0][0] and num_bytes <= shared[1][1]
+    found = bench.decode.stats.segment_slabs
+    assert found["pulled"] == counts["pulled"] > 0 and found["found"] > counts["found"] >= counts["pulled"]
     bench.check_rest()
 
 
@@ -186,7 +189,7 @@ def test_segments_that_are_not_those_of_the_ticket_are_refused(
     assert finish(bench, name)[name] == alone[:1]
     [failed] = [one for one in bench.decode.line.said if isinstance(one, Failed)]
     assert (failed.request, failed.code) == (name, "kv_corrupt")
-    assert bench.decode.shell.role.complete_stats(bench.decode.engine.stats).integrity_failures == 1
+    assert bench.decode.stats.integrity_failures == 1 and not bench.decode.stats.segment_slabs
     # Nobody finds them.
     assert bench.decode.holdings.cached == 0
     bench.prefill.runner.plan_eviction = plan  # type: ignore[method-assign]

@@ -44,7 +44,13 @@ def exported() -> dict[str, Entry]:
     """Every metric by its name in /metrics."""
     metrics = GatewayMetrics(Slo(ttft_s=1.0, tpot_s=0.1))
     tiers = {"host": TierStats()}
-    stats = WorkerStats(preemptions={"park": 1}, step_parts={"run": 1.0}, buffer_slabs=8, tiers=tiers)
+    stats = WorkerStats(
+        preemptions={"park": 1},
+        segment_slabs={"found": 1},
+        step_parts={"run": 1.0},
+        buffer_slabs=8,
+        tiers=tiers,
+    )
     books, link = (
         WorkerSnapshot("decode-0", "decode", stats, {"raw": (8, 4096)}),
         LinkSpeed("prefill-0", "decode-0", "shm", 1.0, 1.0),

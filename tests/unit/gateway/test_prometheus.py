@@ -125,6 +125,7 @@ def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None
     stats = WorkerStats(
         slabs_total=8, slabs_used=2, slabs_cached=5, prefix_queries=1000, prefix_hits=640,
         preemptions={"recompute": 3, "park": 1}, step_parts={"run": 0.5, "sample": 0.25}, seat_pauses=7,
+        segment_slabs={"found": 8, "pulled": 2},
     )  # fmt: skip
     metrics.watch_workers(lambda: [WorkerSnapshot("decode-0", "decode", stats)], list, "toy")
     found = values(metrics)
@@ -137,6 +138,7 @@ def test_cached_prefixes_are_not_in_use_and_hits_are_counted_in_tokens() -> None
     assert found["diptych:preemptions_total{role=decode,way=park,worker=decode-0}"] == 1
     assert found[f"diptych:step_seconds_total{{part=run,{worker}}}"] == 0.5
     assert found[f"diptych:seat_pauses_total{{{worker}}}"] == 7
+    assert found[f"diptych:kv_segment_slabs_total{{outcome=found,{worker}}}"] == 8
 
 
 def test_transfer_buffers_are_shown_of_workers_that_have_one() -> None:

@@ -19,7 +19,7 @@ prompts, cut from held-out text, are then asked of deployments of the embedded m
 
 With `--keep` below 1 all requests evict with this threshold, by the rule `--rule`, and so does the worker alone. Of
 every other prompt that is longer than a chunk, the first chunk always stays. With 80 tokens, answers are
-decided upon once more.
+decided upon once more. Where pairs of workers exchange segments, the worker alone has them, too.
 
     identical_pct      answers all of whose tokens are those of one worker alone
     max_error          largest difference of a log-probability, up to and with the first token that differs
@@ -52,7 +52,7 @@ from transformers import AutoTokenizer
 import benchmarks.script_path  # noqa: F401
 from benchmarks.load.deployment import ServedDeployment, serving_deployment
 from diptych.chunks import CHUNK_TOKENS
-from diptych.eviction_spec import ADA, KEEP_ALL, KEEP_RULES, KeepSpec
+from diptych.eviction_spec import ADA, KEEP_ALL, KEEP_RULES, ZAP, KeepSpec
 from engine.cpu.eviction.evictor import EvictionSetup
 from engine.model.calibration_file import load_surrogate
 from engine.model.checkpoint import Checkpoint
@@ -72,6 +72,8 @@ POOL_SLABS = 20
 PATHS = ("1P1D", "2P2D", "colocated", "tiers", "ranks")
 # Paths whose prompts are asked twice, and one of whose decode workers is killed each time.
 TWICE = ("2P2D", "tiers")
+# Paths whose decode workers have what `zap` keeps of a prompt in segments.
+CUTTING = ("1P1D", *TWICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,18 @@ def kill_decode_worker(deployment: ServedDeployment) -> None:
     os.kill(busiest["pid"], signal.SIGKILL)
 
 
+def answer_alone(
+    model: EngineModel, questions: list[Question], tokens: int, tokenizer: Any, cuts: bool
+) -> list[GreedyAnswer]:
+    """The answers of one worker alone. `cuts`: what `zap` keeps of prompts is in segments."""
+    return [
+        model.answer_greedily(
+            one.prompt, tokens, tokenizer.decode, model.name_weights(one.keep) if cuts else one.keep, cuts
+        )
+        for one in questions
+    ]
+
+
 def run_path(
     path: str, flags: tuple[str, ...], questions: list[Question], expected: list[GreedyAnswer]
 ) -> PathFigures:
@@ -254,12 +268,15 @@ def measure_codec(
     setup = EvictionSetup(kinds, surrogate=load_surrogate(checkpoint)) if evicts else None
     alone = EngineModel(FOLDER, codec_id, calibration, setup)
     tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
-    expected = [alone.answer_greedily(one.prompt, tokens, tokenizer.decode, one.keep) for one in questions]
+    cuts = (False, True) if questions[0].keep.rule == ZAP else (False,)
+    expected = {cut: answer_alone(alone, questions, tokens, tokenizer, cut) for cut in cuts}
     found: dict[str, PathFigures] = {}
     for path in paths:
         if (flags := path_flags(path, layout)) is not None:
             show_progress(f"{codec}: {path}")
-            found[path] = run_path(path, flags + coded, questions, expected)
+            found[path] = run_path(
+                path, flags + coded, questions, expected[path in CUTTING and len(cuts) > 1]
+            )
             show_progress(f"{codec}, {path}: {json.dumps(found[path].summary())}")
     answers = sum(one.answers for one in found.values())
     identical = sum(one.identical for one in found.values())

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
-from diptych.eviction_spec import KEEP_ALL, KeepSpec, decision_tokens
+from diptych.eviction_spec import KEEP_ALL, ZAP, KeepSpec, decision_tokens
 from engine.cpu.eviction.evictor import EvictionSetup
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from engine.protocols import EvictionOrder
 from engine.step_work import KeptWork, StepWork
 from kvcache.codecs.calibration import Calibration
 from kvcache.eviction.kept_rows import most_extra_slabs
+from kvcache.eviction.kept_segments import count_segment_slabs
 from kvcache.pool import KvPool
 from models.recall import RecallSeries
 
@@ -59,6 +61,10 @@ class EngineModel:
         self._slabs = list(range(pool.num_slabs))
         self._runner = CpuModelRunner.load(checkpoint, pool, context, calibration, eviction=eviction)
 
+    def name_weights(self, keep: KeepSpec) -> KeepSpec:
+        """The same, but its rule `zap` names the weights of this model: only then segments are cut."""
+        return structs.replace(keep, rule=self._runner.keep_rules[-1]) if keep.rule == ZAP else keep
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of every token of a sequence, as one prefill: [tokens] -> [tokens, vocabulary]."""
         return self._run(ids.tolist(), 0, int(ids[0]), "all")
@@ -86,15 +92,18 @@ class EngineModel:
         num_tokens: int,
         decode: Callable[[list[int]], str],
         keep: KeepSpec = KEEP_ALL,
+        cuts: bool = False,
     ) -> GreedyAnswer:
         """The prompt is prefilled at once, and `num_tokens` tokens are decoded; `decode` makes text of a token.
 
-        At decision points heads drop what `keep` lets them drop.
+        At decision points heads drop what `keep` lets them drop. `cuts`: what they keep of the prompt is in segments,
+        as where a decode worker has it from a prefill worker. They are read in another order, so codes of later rows
+        may round differently.
         """
         answer, tokens, start = GreedyAnswer([], []), list(prompt), 0
-        slabs, evicted = self._slabs, False
+        slabs, evicted, cut_slabs = self._slabs, False, 0
         while True:
-            kept = KeptWork(KEY, len(prompt), keep, evicted) if keep.evicts else None
+            kept = KeptWork(KEY, len(prompt), keep, evicted, cut_slabs) if keep.evicts else None
             work = StepWork(tokens[start:], start, slabs, "last", prompt[0], kept)
             scores = torch.log_softmax(self._runner.run([work])[0][0], dim=0)
             start, token = len(tokens), int(scores.argmax())
@@ -104,15 +113,22 @@ class EngineModel:
                 self._runner.forget_kept(KEY)
                 return answer
             if keep.evicts and decision_tokens(len(prompt), start) == start:
-                slabs, evicted = self._evict(EvictionOrder(KEY, tokens, len(prompt), keep, slabs)), True
+                order = EvictionOrder(KEY, tokens, len(prompt), keep, slabs, cuts)
+                slabs, cut_slabs = self._evict(order, evicted, cut_slabs)
+                evicted = True
             tokens.append(token)
 
-    def _evict(self, order: EvictionOrder) -> list[int]:
-        """The slabs of a sequence behind a decision point: those before the boundary, the ring and the bag."""
-        ring = order.spec.boundary_chunks
-        slabs = self._slabs[: ring + 1 + self._runner.plan_eviction(order).bag_slabs]
-        self._runner.apply_eviction(order.key, slabs[ring + 1 :])
-        return slabs
+    def _evict(self, order: EvictionOrder, evicted: bool, cut_slabs: int) -> tuple[list[int], int]:
+        """The slabs of a sequence behind a decision point, and how many of them have segments.
+
+        They are those before the boundary, of segments, the ring and the bag. Before, `cut_slabs` had segments.
+        """
+        report, first = self._runner.plan_eviction(order), order.spec.boundary_chunks
+        cut_slabs = cut_slabs if evicted else count_segment_slabs(report.segments)
+        ring = first + cut_slabs
+        slabs = self._slabs[: ring + 1 + report.bag_slabs]
+        self._runner.apply_eviction(order.key, [*([] if evicted else slabs[first:ring]), *slabs[ring + 1 :]])
+        return slabs, cut_slabs
 
     def _run(self, ids: list[int], start: int, first: int, logits: str) -> torch.Tensor:
         return self._runner.run([StepWork(ids, start, self._slabs, logits, first)])[0]

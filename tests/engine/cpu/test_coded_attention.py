@@ -247,8 +247,9 @@ def test_the_table_takes_memory_for_what_was_written_and_is_never_moved() -> Non
 
 
 def test_kernels_are_those_of_other_ranks_on_a_rank_of_one_layer() -> None:
-    kinds = [typeof(SinkTable(KvLayout(layers, 2, 32, "float32", "fp16")).of_layer(0)) for layers in (1, 2)]
-    assert kinds[0] == kinds[1]
+    kind: Callable[[Any], object] = typeof
+    one, other = (kind(SinkTable(KvLayout(n, 2, 32, "float32", "fp16")).of_layer(0)) for n in (1, 2))
+    assert one == other
 
 
 def resident_bytes() -> int:

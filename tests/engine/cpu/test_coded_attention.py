@@ -5,6 +5,7 @@ The oracle is the model of transformers, whose keys and values go through pages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -7,9 +7,10 @@ ring: one ordinary slab, in which position p is row p % 64.
 
     row ──▶ segment · segment · ... │ chunk 0 · chunk 1 · ... │ frame · frame · ... (per head) │ ring
 
-Every row is computed alone, with the kernels of `engine.cpu.attention`. So its result does not depend on other rows to
-the last bit: a block of rows of one sequence gives the same bits as one row per step. Chunks that several rows share
-are read once per row for that reason.
+Segments that enough rows share are read once for all of them, so there a row's result may differ by rounding with the
+rows beside it. All else of a row is computed alone, with the kernels of `engine.cpu.attention`: without segments, a
+block of rows of one sequence gives the same bits as one row per step. Whole chunks that several rows share are read
+once per row for that reason.
 
 Keys and values are written as for any row: the ring is the slab of a row's token. `RaggedAttention` also records the
 queries from which the next eviction is decided.

@@ -285,8 +285,7 @@ class Engine:
             if cached is not None and not restored:
                 self.decisions.forget(seq.key)
             elif cached is not None and seq.kept_slabs:
-                # Its bag is in other slabs now.
-                self.decisions.load(seq)
+                self.decisions.load_restored(seq)
             if seq.key in self._live:
                 # The sequence was preempted earlier and keeps its row of the sampler.
                 return None

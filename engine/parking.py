@@ -23,12 +23,12 @@ def park_sequence(
 
     `prefill_rate` is in prefill tokens per second. `copy_rate`, in bytes per second, is updated with this copy. Returns
     whether the KV was copied. Chunks that other sequences hold stay in the pool: they are neither copied nor counted.
-    Of an evicted sequence segments, ring and bag are copied, so it goes on with what its heads have kept. Its segments
-    are its own from then on, since a prefix that is cached only in part is computed again from its last whole chunk.
+    Of an evicted sequence segments, ring and bag are copied, so it goes on with what its heads have kept. Segments that
+    others hold are copied, too: were they gone when it comes back, it would have to compute all of its prompt.
     """
     shared = 0 if seq.scores_prompt else allocator.count_shared(seq.key)
-    seq.segment_keys = []
-    skip = min(shared, seq.full_chunks(seq.computed))
+    whole = seq.keep.boundary_chunks if seq.kept_slabs else seq.full_chunks(seq.computed)
+    skip = min(shared, whole)
     slabs = seq.slabs[skip : None if seq.kept_slabs else num_chunks(seq.computed)]
     if not slabs or not host.has_room(len(slabs)):
         return False

@@ -19,6 +19,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import OutOfSlabs
 from diptych.messages import STEP_SIZE_BOUNDS, WorkerStats
 from engine.scheduling.scheduler import Scheduler, StepPlan
+from engine.scheduling.shared_slabs import publish_shared
 from engine.sequence import Sequence
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -153,6 +154,13 @@ class SequenceTable:
             seq.silent, seq.fetched = True, seq.key in self.scheduler.adopted
         self.scheduler.start(seq.key, now_s)
 
+    def share_restored(self, seq: Sequence) -> bool:
+        """A sequence's segments are back in its slabs: others may attach them. Returns whether it got other slabs."""
+        slabs = list(seq.slabs)
+        if seq.segment_keys:
+            publish_shared(seq, self.arena_of(seq))
+        return seq.slabs != slabs
+
     def select_work(self, plan: StepPlan) -> StepWorkload:
         """The work of a plan, as far as the slabs of each sequence suffice for it."""
         running = self.scheduler.running
@@ -208,10 +216,7 @@ class SequenceTable:
             full, shared = seq.full_chunks(seq.computed), seq.shared
             if full > shared and (seq.root or len(seq.keys) > shared):
                 seq.update_keys()
-                keys = seq.first_keys(full)
-                # Slabs of chunks that the tree had already are replaced by the tree's slabs.
-                self.arena_of(seq).publish(seq.key, keys, seq.slabs)
-                seq.shared = len(keys)
+                publish_shared(seq, self.arena_of(seq))
 
     # ---- decision points
 

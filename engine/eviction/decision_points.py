@@ -111,6 +111,14 @@ class DecisionPoints:
         decided = decision_tokens(len(seq.prompt), seq.computed)
         self._runner.load_kept(seq.key, seq.keep.boundary, decided, seq.kept_rows_slabs, seq.segments)
 
+    def load_restored(self, seq: Sequence) -> None:
+        """As `load`, for a sequence whose bag is in other slabs now. Its segments are shared again: equal ones that
+        others have replace them.
+        """
+        self.load(seq)
+        if self._table.share_restored(seq):
+            self.load(seq)
+
     def load_adopted(self, seq: Sequence) -> None:
         """As `load`, for a sequence that is being adopted: nothing is kept of it if that fails.
 

@@ -30,6 +30,7 @@ from typing import Generic, TypeVar
 from engine.scheduling.prefill_adder import RemainingArenas
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.seats import may_evict
+from engine.scheduling.shared_slabs import publish_shared
 from engine.sequence import Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -370,17 +371,11 @@ class KvAdmission(Generic[A]):
         They are in token order, whole chunks and segments before a bag; the last one is for the next tokens. If there
         is a bag, that one is the ring.
         """
-        seq, keys = arrival.seq, arrival.full_keys
+        seq = arrival.seq
         if seq.kept_slabs:
             slabs.insert(seq.lead_slabs, slabs.pop())
         seq.slabs, seq.computed = slabs, arrival.used_tokens
-        arena = self._allocator.arena_of(seq.kv_class)
-        arena.publish(seq.key, keys, seq.slabs)
-        seq.shared = len(keys)
-        if seq.segment_keys:
-            for node in arena.shared_nodes(seq.key)[seq.keep.boundary_chunks :]:
-                # No prompt is looked up by segments, so tiers below the pool need none.
-                node.lasting = False
+        publish_shared(seq, self._allocator.arena_of(seq.kv_class))
 
     def finish(self, arrival: A, code: str = "", message: str = "") -> FetchEnd:
         """A fetch has ended, and nothing writes to its slabs; `code` and `message` describe its failure, if it failed.

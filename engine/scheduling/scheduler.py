@@ -183,9 +183,10 @@ class Scheduler:
         `parked` says that its KV was copied, so that `computed` still counts. Raises KeyError if it holds no memory.
         """
         seq = (self.running if key in self.running else self.adopted).pop(key)
-        seq.slabs, seq.parked, seq.shared, seq.segment_keys = [], parked, 0, []
+        seq.slabs, seq.parked, seq.shared = [], parked, 0
         if not parked:
-            seq.computed, seq.target, seq.kept_slabs, seq.segments = 0, seq.total, 0, ()
+            seq.computed, seq.target, seq.kept_slabs = 0, seq.total, 0
+            seq.segments, seq.segment_keys = (), []
         seq.update_keys()
         self._preempted.add(key)
         self.prompts.add(seq)

@@ -40,11 +40,11 @@ def bench() -> Iterator[ModelBench]:
     bench.check_rest()
 
 
-def admit(bench: ModelBench, number: int, cuts_kept: bool = True) -> str:
+def admit(bench: ModelBench, number: int, keep: KeepSpec = KEEP) -> str:
     """A request whose KV is on its way, and stays there."""
     name = f"r{number}"
-    offer, output = bench.offer(name, PROMPTS[number], [], KEEP, cuts_kept)
-    order = Admit(name, 0, PROMPTS[number], output, sampling(TOKENS), offer.ticket, 60.0, keep=KEEP)
+    offer, output = bench.offer(name, PROMPTS[number], [], keep, True)
+    order = Admit(name, 0, PROMPTS[number], output, sampling(TOKENS), offer.ticket, 60.0, keep=keep)
     bench.decode.line.inbox.append(order)
     bench.decode.shell.run_once()
     return name
@@ -116,7 +116,7 @@ def test_rows_in_one_step_share_what_is_in_the_pool_once(bench: ModelBench) -> N
 
 @pytest.mark.parametrize("swap", [0, 40])
 def test_a_preempted_answer_goes_on_alike(swap: int) -> None:
-    """Parked, with segments of its own from then on; or computed again, with a bag."""
+    """Parked, with segments that it shares again; or computed again, with a bag."""
     bench = make_bench("raw", swap)
     alone = bench.hand_over("alone", PROMPTS[0], [], KEEP)[0]
     bench.decode.holdings.evict_cached()
@@ -127,8 +127,35 @@ def test_a_preempted_answer_goes_on_alike(swap: int) -> None:
         bench.decode.shell.run_once()
     assert seq.segments and len(seq.output) > 3
     engine._preempt_sequence(seq.key, lambda: 1.0)
-    assert seq.parked == bool(swap) and not seq.segment_keys
+    assert seq.parked == bool(swap) == bool(seq.segment_keys)
     assert finish(bench, *names)["r0"] == alone
+    bench.check_rest()
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_answers_that_come_back_share_their_segments_again(evicted: bool) -> None:
+    """Parked together; meanwhile others may have taken the slabs that were cached."""
+    bench, keep = make_bench("raw", 80), KeepSpec(0.5, 0, WEIGHTS.rule)
+    alone = [bench.hand_over(f"bag-{n}", prompt, [], keep)[0] for n, prompt in enumerate(PROMPTS[:2])]
+    bench.decode.holdings.evict_cached()
+    bench.decode.engine.copy_rate = MeasuredRate(1e12)
+    names = [admit(bench, 0, keep), admit(bench, 1, keep)]
+    engine, seqs = bench.decode.engine, list(adopt(bench, 2).values())
+    for _ in range(30):
+        bench.decode.shell.run_once()
+    held = bench.decode.holdings.used
+    for seq in seqs:
+        engine._preempt_sequence(seq.key, lambda: 1.0)
+        assert seq.parked
+    if evicted:
+        bench.decode.holdings.evict_cached()
+    while any(seq.parked for seq in seqs):
+        bench.decode.shell.run_once()
+    shared = {slab for slab in seqs[0].slabs[: seqs[0].lead_slabs] if slab in seqs[1].slabs}
+    assert len(shared) >= 4 and bench.decode.holdings.used == held
+    nodes = bench.decode.holdings.shared_nodes(seqs[0].key)
+    assert len(nodes) == seqs[0].lead_slabs and not any(node.lasting for node in nodes)
+    assert finish(bench, *names) == dict(zip(names, alone, strict=True))
     bench.check_rest()
 
 

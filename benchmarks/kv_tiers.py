@@ -1,7 +1,7 @@
 """What host memory and a disk below the KV pools are worth to a whole deployment, and what they cost unused.
 
     python -m benchmarks.kv_tiers [--json] [--parts ttft traffic chats unused] [--rounds 5] [--pairs 1]
-                                  [--prefix-tokens 1536] [--prefixes 200] [--requests 300]
+                                  [--prefix-tokens 1536] [--prefixes 200] [--requests 1500]
 
 Deployments of the embedded model with `--pairs` prefill and as many decode workers each, whose pools differ in nothing:
 
@@ -214,7 +214,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    shape = {"rounds": 5, "pairs": 1, "prefix_tokens": 1536, "prefixes": 200, "requests": 300}
+    shape = {"rounds": 5, "pairs": 1, "prefix_tokens": 1536, "prefixes": 200, "requests": 1500}
     for name, default in shape.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     options = parser.parse_args()

@@ -171,8 +171,11 @@ class RoutingView:
         """Tokens of room that the request needs not for itself at the worker that decodes it: those that the worker is
         assumed to have cached, and what segments there keep of others.
         """
-        tokens, hello = self.shared_tokens(worker, need), self.fleet.workers[worker].hello
-        if not (need.kept_chunks and self.split and SEGMENTS in hello.traits):
+        tokens = self.shared_tokens(worker, need)
+        if not (need.kept_chunks and self.split):
+            return tokens
+        hello = self.fleet.workers[worker].hello
+        if SEGMENTS not in hello.traits:
             return tokens
         count = self.index.count_shared(worker, need.kept_chunks, decided_class(hello, need.kv_class))
         return tokens + segment_tokens(count, need.kept_share)

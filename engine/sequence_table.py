@@ -149,6 +149,8 @@ class SequenceTable:
         seq, cached, first = admitted_seq.seq, admitted_seq.cached, admitted_seq.seq.started_s is None
         if cached is not None and not restored:
             seq.computed, seq.target, seq.kept_slabs = cached * CHUNK_TOKENS, seq.total, 0
+            # If it was parked in vain, nothing of its segments is left either.
+            seq.segments, seq.segment_keys = (), []
             seq.cached = seq.computed if first else seq.cached
         if first:
             seq.silent, seq.fetched = True, seq.key in self.scheduler.adopted

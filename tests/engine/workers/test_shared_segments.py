@@ -159,6 +159,28 @@ def test_answers_that_come_back_share_their_segments_again(evicted: bool) -> Non
     bench.check_rest()
 
 
+def test_an_answer_that_was_parked_in_vain_forgets_its_segments() -> None:
+    """A whole chunk that it left in the pool is gone, so all is computed again. What it has then is no segment."""
+    bench = make_bench("raw", 80)
+    alone = [bench.hand_over(f"bag-{n}", prompt, [], KEEP)[0] for n, prompt in enumerate(PROMPTS[:2])]
+    bench.decode.holdings.evict_cached()
+    bench.decode.engine.copy_rate = MeasuredRate(1e12)
+    names = [admit(bench, 0), admit(bench, 1)]
+    engine, seqs = bench.decode.engine, list(adopt(bench, 2).values())
+    for _ in range(30):
+        bench.decode.shell.run_once()
+    for seq in seqs:
+        engine._preempt_sequence(seq.key, lambda: 1.0)
+    assert [seq.parked_from for seq in seqs] == [1, 0]
+    bench.decode.holdings.evict_cached()
+    while any(seq.parked for seq in seqs):
+        bench.decode.shell.run_once()
+    assert [bool(seq.kept_slabs) for seq in seqs] == [False, True]
+    assert not seqs[0].segment_keys and seqs[1].segment_keys
+    assert finish(bench, *names) == dict(zip(names, alone, strict=True))
+    bench.check_rest()
+
+
 def test_an_abort_leaves_segments_to_others(bench: ModelBench) -> None:
     alone = bench.hand_over("alone", PROMPTS[1], [], KEEP)[0]
     bench.decode.holdings.evict_cached()

@@ -18,7 +18,8 @@ import zmq
 
 from diptych.channel.keys import WorkerKeys
 from diptych.errors import ChannelError
-from diptych.messages import Logprob, Output, Step, ToGateway, ToWorker
+from diptych.eviction_spec import KEEP_ALL
+from diptych.messages import Admit, Generate, Logprob, Output, Prefill, Step, ToGateway, ToWorker
 
 # Limit of one payload: the sender refuses a larger one, and the receiver closes the connection.
 MAX_FRAME_BYTES = 16 << 20
@@ -54,11 +55,21 @@ def pack_message(message: ToWorker | ToGateway) -> bytes:
     Raises:
         ChannelError: the payload is longer than MAX_FRAME_BYTES.
     """
-    payload = msgspec.msgpack.encode(message)
+    payload = msgspec.msgpack.encode(_omit_unused(message))
     if len(payload) > MAX_FRAME_BYTES:
         kind = type(message).__name__
         raise ChannelError(f"a {kind} of {len(payload)} bytes is longer than the limit of {MAX_FRAME_BYTES}")
     return payload
+
+
+def _omit_unused(message: ToWorker | ToGateway) -> ToWorker | ToGateway:
+    """The message without what a `KeepSpec` says of a request that keeps everything.
+
+    Nothing there means the same to every worker, while one of before refuses a `KeepSpec` that is longer than its own.
+    """
+    if isinstance(message, Prefill | Generate | Admit) and message.keep == KEEP_ALL:
+        return msgspec.structs.replace(message, keep=())
+    return message
 
 
 def pack_pieces(message: ToWorker | ToGateway) -> list[bytes]:

@@ -37,6 +37,13 @@ def is_keep_rule(name: str) -> bool:
     return RULE_PATTERN.fullmatch(name) is not None
 
 
+def follows_rule(asked: str, rule: str) -> bool:
+    """Whether a worker that has `rule` can follow the one that is asked for: `zap` without a digest takes any
+    weights.
+    """
+    return asked == rule or (asked == ZAP and rule.startswith(ZAP))
+
+
 class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How much of its attention an attempt keeps, by which rule, and from which position on tokens may be dropped.
 
@@ -77,8 +84,13 @@ class KeepSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return max(0, prompt_tokens - rows)
 
     def fits_rule(self, rule: str) -> bool:
-        """Whether a worker that has `rule` can follow this one: `zap` without a digest takes any weights."""
-        return self.rule == rule or (self.rule == ZAP and rule.startswith(ZAP))
+        """Whether a worker that has `rule` can follow this one (`follows_rule`)."""
+        return follows_rule(self.rule, rule)
+
+    @property
+    def needed_rule(self) -> str:
+        """The rule that workers must have; empty if everything is kept."""
+        return self.rule if self.evicts else ""
 
     @property
     def needs_weights(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from diptych.eviction_report import KeptReport
-from diptych.eviction_spec import ADA, FASTGEN, KEEP_ALL, KeepSpec
+from diptych.eviction_spec import KEEP_ALL, KeepSpec
 from diptych.request import CONTINUED, SamplingParams, Tenancy
 from diptych.stats.counters import WORKER_COUNTERS
 from diptych.stats.tiers import TierStats
@@ -239,8 +239,8 @@ class Hello(ChannelMessage, frozen=True):
     pools: bool = False
     # The time slice with which it computes prompts, so that threads that wake interrupt them; 0: the kernel's own.
     prefill_slice_ms: float = 0.0
-    # The rules by which it can evict (`diptych.eviction_spec.KeepSpec.rule`).
-    keep_rules: tuple[str, ...] = (ADA, FASTGEN)
+    # The rules by which it can evict (`diptych.eviction_spec.KeepSpec.rule`). Workers that do not say so know of none.
+    keep_rules: tuple[str, ...] = ()
 
 
 # Upper bounds of the sizes of steps that workers count, in tokens; vLLM's for `vllm:iteration_tokens_total`.

@@ -9,7 +9,13 @@ from router.requests.failure_policy import NO_WORKERS, NOT_CONTINUABLE
 from router.requests.request_state import RequestKind, RequestState
 from router.routing.capabilities import FleetCapabilities
 from router.routing.policy import ANY_POOLED
-from router.workers.kv_classes import AnswerVersion, describe_classes, have_shared_class, names_class
+from router.workers.kv_classes import (
+    AnswerVersion,
+    can_evict,
+    describe_classes,
+    have_shared_class,
+    names_class,
+)
 
 
 class WorkerGrace:
@@ -60,7 +66,7 @@ class WorkerGrace:
             return True
         if version is None and kv_class is not None and not self.capabilities.is_known(kv_class):
             return False
-        if kind.evicts and not self.capabilities.can_evict_somewhere(kv_class):
+        if kind.keep_rule and not self.capabilities.can_evict_somewhere(kv_class, kind.keep_rule):
             return False
         if kind.traits and not self.capabilities.can_continue_somewhere(kind.traits):
             return False
@@ -74,9 +80,10 @@ class WorkerGrace:
             role = "prefill" if self.view.split else "decode"
             why = f"no {role} worker that pools takes requests"
             return state.last_failure.failure(why)
-        if state.kind.evicts and not self.capabilities.can_evict_somewhere(state.kv_class):
-            able = sorted(name for name, worker_state in workers.items() if worker_state.hello.keep_classes)
-            problem = f"no pair of workers can evict KV of the class {state.kv_class}, as the request asks"
+        rule = state.request.keep.needed_rule
+        if rule and not self.capabilities.can_evict_somewhere(state.kv_class, rule):
+            able = sorted(name for name, one in workers.items() if can_evict(one.hello, None, rule))
+            problem = f"no pair of workers can evict KV of the class {state.kv_class} by {rule}, as the request asks"
             return NO_WORKERS.failure(f"{problem}: {' and '.join(able) or 'none'} can")
         if state.kind.traits and not self.capabilities.can_continue_somewhere(state.kind.traits):
             if state.request.output:

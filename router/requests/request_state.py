@@ -66,14 +66,14 @@ class ClassWish:
 class RequestKind(NamedTuple):
     """What the workers of a request must be able to do; requests of one kind can be served by the same pairs.
 
-    `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `evicts`: KV is
-    dropped in this class. `bulk`: it is bulk work, which one worker does alone. `traits` are those that they need to
-    serve it, or to continue its answer. `pools`: it is pooled, and has no answer.
+    `version` is that of its answer, if it has begun; `kv_class` the class that it needs, if any. `keep_rule`: KV is
+    dropped in this class, by that rule. `bulk`: it is bulk work, which one worker does alone. `traits` are those that
+    they need to serve it, or to continue its answer. `pools`: it is pooled, and has no answer.
     """
 
     version: AnswerVersion | None = None
     kv_class: str | None = None
-    evicts: bool = False
+    keep_rule: str = ""
     bulk: bool = False
     traits: frozenset[str] = NO_TRAITS
     pools: bool = False
@@ -232,9 +232,8 @@ class RequestState:
     @property
     def kind(self) -> RequestKind:
         """What its workers must be able to do."""
-        return RequestKind(
-            self.version, self.kv_class, self.request.keep.evicts, self.bulk, self.traits_to_go_on, self.pools
-        )
+        rule = self.request.keep.needed_rule
+        return RequestKind(self.version, self.kv_class, rule, self.bulk, self.traits_to_go_on, self.pools)
 
     @property
     def traits_to_go_on(self) -> frozenset[str]:
@@ -275,6 +274,7 @@ class RequestState:
             attachable_tokens=self.attachable_tokens,
             kept_chunks=self.kept_chunks,
             kept_share=self.kept_share if self.kept_chunks else 1.0,
+            keep_rule=request.keep.needed_rule,
         )
 
     @property

@@ -50,7 +50,8 @@ class FleetCapabilities:
         """All pairs that could serve `need` now, whether or not they have room."""
         found = self._found_now()
         # All that `find_pairs` asks of a need.
-        kind = need.pools, need.bulk, need.kv_class, need.fingerprint, need.evicts, need.traits
+        keeps = need.evicts, need.keep_rule
+        kind = need.pools, need.bulk, need.kv_class, need.fingerprint, keeps, need.traits
         if (pairs := found.pairs.get(kind)) is None:
             if len(found.pairs) >= MAX_REMEMBERED_KINDS:
                 found.pairs.clear()
@@ -129,7 +130,7 @@ class FleetCapabilities:
     def keep_rules(self) -> list[str]:
         """The rules by which all workers can evict that evict at all; while no pair can serve, of all known workers."""
         hellos = [one for pair in self._hellos_of_pairs() for one in pair if one is not None]
-        rules = [one.keep_rules for one in hellos if one.keep_classes]
+        rules = [one.keep_rules for one in hellos if one.keep_classes and one.keep_rules]
         return [rule for rule in rules[0] if all(rule in others for others in rules)] if rules else []
 
     @property
@@ -167,9 +168,11 @@ class FleetCapabilities:
             return bool(self.auto_classes)
         return any(holds_class(hello, kv_class) for hello in self.view.fleet.known_hellos())
 
-    def can_evict_somewhere(self, kv_class: str | None) -> bool:
-        """Whether workers of all roles that are needed can evict in the class, or could when they were lost."""
-        able = {hello.role for hello in self.view.fleet.known_hellos() if can_evict(hello, kv_class)}
+    def can_evict_somewhere(self, kv_class: str | None, rule: str) -> bool:
+        """Whether workers of all roles that are needed can evict in the class by this rule, or could when they were
+        lost.
+        """
+        able = {hello.role for hello in self.view.fleet.known_hellos() if can_evict(hello, kv_class, rule)}
         return able.issuperset(self.needed_roles)
 
     def can_continue_somewhere(self, traits: frozenset[str]) -> bool:

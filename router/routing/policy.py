@@ -69,7 +69,7 @@ class RoutingNeed:
     its workers need to serve it, or to continue its answer (`router.requests.continuable`). `pools`: it is pooled, by
     one worker. `attachable_tokens` are the first tokens that need not be computed where they are cached; None: all.
     `kept_chunks` name what it keeps of chunks behind the whole ones, where decode workers share that: `kept_share` of
-    their rows.
+    their rows. `keep_rule` is by what rule, if only workers that have it may serve it.
     """
 
     prompt_tokens: int
@@ -87,6 +87,7 @@ class RoutingNeed:
     attachable_tokens: int | None = None
     kept_chunks: ChunkNames = ()
     kept_share: float = 1.0
+    keep_rule: str = ""
 
     @property
     def bulk(self) -> bool:
@@ -308,9 +309,9 @@ def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -
 
 def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:
     """Whether the worker runs the model that must continue the request, if any, with the traits that this takes, holds
-    its KV class, and can evict in it if the request needs that.
+    its KV class, and can evict in it, by its rule, if the request needs that.
     """
-    if need.evicts and not can_evict(worker_state.hello, need.kv_class):
+    if need.evicts and not can_evict(worker_state.hello, need.kv_class, need.keep_rule):
         return False
     if need.traits and not need.traits.issubset(worker_state.hello.traits):
         return False

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diptych.chunks import AUTO_CLASS, RAW_CLASS
-from diptych.eviction_spec import ADA, FASTGEN
+from diptych.eviction_spec import ADA, FASTGEN, follows_rule
 from diptych.messages import Hello
 
 # Where an id is divided into its name and its parameters.
@@ -82,8 +82,12 @@ def holds_class(hello: Hello, kv_class: str | None) -> bool:
     return kv_class is None or kv_class in classes or any(names_class(kv_class, name) for name in classes)
 
 
-def can_evict(hello: Hello, kv_class: str | None) -> bool:
-    """Whether the worker can drop KV by head (`diptych.eviction_spec`) in a class that `kv_class` names, or in any."""
+def can_evict(hello: Hello, kv_class: str | None, rule: str = "") -> bool:
+    """Whether the worker can drop KV by head (`diptych.eviction_spec`) in a class that `kv_class` names, or in any; and
+    by `rule`, or by any.
+    """
+    if rule and not any(follows_rule(rule, one) for one in hello.keep_rules):
+        return False
     return any(kv_class is None or names_class(kv_class, name) for name in hello.keep_classes)
 
 

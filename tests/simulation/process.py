@@ -13,6 +13,7 @@ from typing import Protocol
 
 from decode_worker.worker import DecodeWorker
 from diptych.chunks import RAW_CLASS
+from diptych.eviction_spec import ADA, FASTGEN
 from diptych.messages import Hello
 from engine.bulk.budget import BulkTime
 from engine.bulk.engine import BulkEngine
@@ -204,6 +205,7 @@ class VirtualProcess:
                 kv_losses={name: 0.5 for name, memory in self.memories.items() if memory.layout.codec},
                 kv_auto=self.chooses,
                 keep_classes=self.keep_classes,
+                keep_rules=(ADA, FASTGEN),
                 traits=self.world.traits,
                 pools=True,
             )

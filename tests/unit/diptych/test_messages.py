@@ -96,7 +96,7 @@ def test_fields_at_the_end_with_defaults_may_be_absent() -> None:
     old = decode_until(Hello, "ended")
     assert isinstance(old, Hello) and old.traits == CONTINUED, "workers of before could continue everything"
     assert (old.ended, old.kv_classes, old.raw_chunk_bytes, old.worker) == ("", {}, 0, "text")
-    assert (old.kv_losses, old.kv_auto, old.keep_classes) == ({}, False, [])
+    assert (old.kv_losses, old.kv_auto, old.keep_classes, old.keep_rules) == ({}, False, [], ())
     assert (old.log_file, old.block_sequences, old.block_tokens) == ("", 0, 0)
 
 

@@ -229,7 +229,12 @@ def test_a_class_in_which_workers_cannot_evict_is_a_400_that_names_both(
 FIRST = KeptReport(30, 100, {"special": 5, "full": 3}, 1)
 SECOND = KeptReport(40, 120, {"special": 5, "full": 3}, 2)
 # 64 bytes of a token in 8 heads: 8 bytes a row.
-HELLO = {"kv_classes": {RAW: (64, 4096)}, "raw_chunk_bytes": 4096, "keep_classes": [RAW]}
+HELLO = {
+    "kv_classes": {RAW: (64, 4096)},
+    "raw_chunk_bytes": 4096,
+    "keep_classes": [RAW],
+    "keep_rules": (ADA,),
+}
 
 
 def answer(

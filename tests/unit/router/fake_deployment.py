@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from diptych.eviction_spec import ADA, FASTGEN
 from diptych.messages import (
     Abort,
     Admit,
@@ -53,6 +54,7 @@ from router.requests.relay import Relay
 from router.routing.prefix_index import PrefixIndex
 
 LEASE_S, RECOVERY_S = 3.0, 5.0
+KEEP_RULES = ADA, FASTGEN, "zap@0123456789abcdef"
 PAIR = ("prefill-0", "decode-0")
 
 
@@ -105,6 +107,7 @@ class WorldWorker:
     kv_class: str = ""
     keep_classes: tuple[str, ...] = ("raw",)
     traits: tuple[str, ...] = TRAITS
+    keep_rules: tuple[str, ...] = KEEP_RULES
     must_drain: bool = False  # to drain
     next_role: str = ""  # the role it is to have next
     held: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -126,7 +129,7 @@ class WorldWorker:
             self.name, self.life, link, pid=self.pid, slabs=self.slabs, kv_class=self.kv_class, **changes
         )
         keep = list(self.keep_classes) if set(TRAITS).issubset(self.traits) else []
-        return structs.replace(hello, keep_classes=keep, traits=self.traits)
+        return structs.replace(hello, keep_classes=keep, traits=self.traits, keep_rules=self.keep_rules)
 
     @property
     def reads(self) -> bool:
@@ -226,6 +229,7 @@ class FakeDeployment:
         kv_class: str = "",
         keep_classes: tuple[str, ...] = ("raw",),
         traits: tuple[str, ...] | None = None,
+        keep_rules: tuple[str, ...] = KEEP_RULES,
     ) -> list[RelayEffect]:
         """A worker starts with a pool of `kv_class`, or starts again; then `ended` is how it ended before.
 
@@ -245,6 +249,7 @@ class FakeDeployment:
             kv_class=kv_class,
             keep_classes=keep_classes,
             traits=self.traits if traits is None else traits,
+            keep_rules=keep_rules,
         )
         return over + self.say(name, self.workers[name].hello)
 

@@ -20,6 +20,7 @@ from router.routing.policy import RoutingNeed, RoutingView, choose_pair, find_pa
 from router.routing.prefix_index import PrefixIndex, name_kept
 from router.workers.kv_classes import can_evict, keep_classes_of_pair
 from tests.unit.router.fake_deployment import (
+    KEEP_RULES,
     PAIR,
     RECOVERY_S,
     FakeDeployment,
@@ -241,6 +242,47 @@ def test_a_worker_that_decodes_alone_gets_it_too() -> None:
     world = deployment(("decode-0",), ("decode-0",), local="fallback")
     [order] = ask(world, "r")
     assert isinstance(order, Generate) and order.keep == KEEP
+
+
+OTHER_RULES = ADA, FASTGEN, "zap@fedcba9876543210"
+
+
+def join_by_rules(world: FakeDeployment, rules: dict[str, tuple[str, ...]]) -> None:
+    """Linked workers with these rules."""
+    for name, mine in rules.items():
+        world.join(name, kv_class="raw", keep_rules=mine)
+    for name in rules:
+        world.flush(name)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fits"),
+    [(KEEP_RULES[-1], "1"), (OTHER_RULES[-1], "0"), (ZAP, "01"), (ADA, "01"), ("zap@0000000000000000", "")],
+)
+def test_requests_go_to_workers_that_have_their_rule(rule: str, fits: str) -> None:
+    """Others would refuse them, and that ends them: no matter how long they waited, and what becomes of workers."""
+    world = FakeDeployment(local_prefill="never")
+    join_by_rules(world, {name: KEEP_RULES if name.endswith("1") else OTHER_RULES for name in FOUR})
+    orders = [order for number in range(4) for order in ask(world, f"r{number}", KeepSpec(0.5, 64, rule))]
+    assert len(orders) == (4 if fits else 0)
+    assert {name[-1] for name in FOUR if world.workers[name].held} == set(fits)
+    if not fits:
+        end = world.terminal["r0"]
+        assert isinstance(end, FailRequest) and end.failure.code == "no_workers"
+        assert f"by {rule}, as the request asks: none can" in end.failure.message
+
+
+def test_a_request_waits_for_workers_with_its_rule_while_others_are_there() -> None:
+    world = FakeDeployment(local_prefill="never")
+    join_by_rules(world, dict.fromkeys(PAIR, KEEP_RULES) | dict.fromkeys(FOUR[2:], ()))
+    world.workers["decode-0"].alive = False
+    world.lost("decode-0")
+    assert world.relay.capabilities.keep_rules == list(KEEP_RULES)
+    assert ask(world, "r", KeepSpec(0.5, 64, KEEP_RULES[-1])) == [] and "r" not in world.terminal
+    effects = world.join("decode-0", "killed", "raw")
+    effects += [one for name in FOUR for one in world.flush(name)]
+    [order] = messages_to(effects, "prefill-0")
+    assert isinstance(order, Prefill) and order.keep.rule == KEEP_RULES[-1]
 
 
 @pytest.mark.parametrize("able", [(), ("prefill-0",), ("decode-0",)])

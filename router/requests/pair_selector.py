@@ -23,7 +23,7 @@ from router.routing.auto_class import AutoClasses, WorkerPaces
 from router.routing.capabilities import FleetCapabilities
 from router.routing.class_choice import ClassDecision
 from router.routing.credits import missing_room, pairs_with_credit, pairs_with_overdraft
-from router.routing.eviction_estimate import KeptShares
+from router.routing.eviction_estimate import KeptShares, segment_tokens
 from router.routing.load_ledger import LoadLedger
 from router.routing.overdraft import AnswerEnds, OverdraftPatience, RunningAnswer
 from router.routing.pairs import Pair, PairList, pair_list, workers_of_pair
@@ -233,16 +233,16 @@ class PairSelector:
     def _running_answers(self, need: RoutingNeed, now_s: float, worker: str) -> list[RunningAnswer]:
         """What decodes at a worker, of the requests that count there.
 
-        Chunks of a prompt that others there have as well are not freed by its end.
+        Chunks and segments of a prompt that others there have as well are not freed by its end.
         """
         states = self._counted_at(worker, need)
         # The longest prefix that is shared with any other is shared with a neighbour in this order.
         shared = dict.fromkeys((state.request.id for state in states), 0)
-        for one, two in pairwise(sorted(states, key=attrgetter("chunks"))):
-            same = sum(1 for _ in takewhile(bool, map(eq, one.chunks, two.chunks))) * CHUNK_TOKENS
+        for one, two in pairwise(sorted(states, key=attrgetter("decoded_chunks"))):
+            same = sum(1 for _ in takewhile(bool, map(eq, one.decoded_chunks, two.decoded_chunks)))
             shared[one.request.id], shared[two.request.id] = max(shared[one.request.id], same), same
         return [
-            state.running_answer(shared[state.request.id], now_s)
+            state.running_answer(_room_of_chunks(state, shared[state.request.id]), now_s)
             for state in states
             if state.request.stage is RequestStage.DECODING
         ]
@@ -391,6 +391,12 @@ class PairSelector:
         state.booked_tokens = state.room_tokens
         kv_class = None if state.attempt_version is None else state.attempt_version.kv_class
         self.ledger.book_shares(state.request.id, state.shares, state.request.tenancy.priority, kv_class)
+
+
+def _room_of_chunks(state: RequestState, count: int) -> int:
+    """Tokens of room of the first so many of `decoded_chunks`: whole ones, and what segments keep of others."""
+    whole = min(count, len(state.handed_chunks))
+    return CHUNK_TOKENS * whole + segment_tokens(count - whole, state.kept_share)
 
 
 def _place_of_start(state: RequestState) -> tuple[float, int]:

@@ -205,6 +205,11 @@ class RequestState:
         return self.chunks[: keep.boundary_chunks] if keep.evicts else self.chunks
 
     @property
+    def decoded_chunks(self) -> ChunkNames:
+        """What its decode worker can share of the chunks of the prompt: whole ones, and those with segments."""
+        return (*self.handed_chunks, *(self.kept_chunks if self.cuts_kept else ()))
+
+    @property
     def attachable_tokens(self) -> int | None:
         """How many first tokens need not be computed where they are cached (`Sequence.attachable_keys`); None: all."""
         request = self.request

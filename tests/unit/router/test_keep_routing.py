@@ -179,6 +179,12 @@ def test_room_that_others_hold_in_segments_is_booked_once(cut: bool) -> None:
     shared = segment_tokens(15, states[1].kept_share) if cut else 0
     assert (states[0].shared_tokens, states[1].shared_tokens) == (0, shared) and (shared > 100) == cut
     assert first - second == states[1].shared_tokens
+    for name in ("a", "b"):
+        world.pull("decode-0", (name, 0))
+        world.flush("decode-0")
+    answers = relay.pairs._running_answers(states[0].attempt_need, world.now_s, "decode-0")
+    # Chunks whose rows were dropped are shared by nobody.
+    assert [one.room_tokens for one in answers] == [state.room_tokens - shared for state in states]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What host memory and a disk below the KV pools are worth to a whole deployment, and what they cost unused.
 
-    python -m benchmarks.kv_tiers [--json] [--parts ttft traffic chats unused] [--rounds 5] [--pairs 1]
+    python -m benchmarks.kv_tiers [--json] [--parts ttft traffic chats unused links] [--rounds 5] [--pairs 1]
                                   [--prefix-tokens 1536] [--prefixes 200] [--requests 1500]
 
 Deployments of the embedded model with `--pairs` prefill and as many decode workers each, whose pools differ in nothing:
@@ -16,6 +16,11 @@ Prompts are random tokens. Every figure is a ratio of one run, in which the depl
                             prefix tokens computed, and requests per second, `host` / `none`
     turns                   chats of six turns: prompt tokens computed, `host` / `none`
     unused                  prompts of 512 tokens that never come again: requests per second, `host` / `none`
+
+The part `links` needs root, `ip`, `bridge` and `tc`: its workers are on hosts of their own, with links of 200 Mbit/s.
+
+    pull                    seconds to the second token of a prompt whose prefix left both pools, `host` / `none`
+    slow_ttft               its TTFT with host memory that is read at 1 MB/s / `none`
 
 `this_machine` has the figures themselves, in milliseconds and per second.
 """
@@ -40,10 +45,19 @@ from typing import Any
 import httpx
 
 import benchmarks.script_path  # noqa: F401
-from benchmarks.load.deployment import ANSWER_S, STOP_S, ServedDeployment, StampedStream, serving_deployment
+from benchmarks.load.deployment import (
+    ANSWER_S,
+    STOP_S,
+    ReachedDeployment,
+    ServedDeployment,
+    StampedStream,
+    serving_deployment,
+)
+from benchmarks.load.tiered_links import check_slow, summarize_links, tiered_links
+from tests.support.network_namespaces import why_unavailable
 from tests.support.waiting import wait_for
 
-PARTS = ("ttft", "traffic", "chats", "unused")
+PARTS, LINKS = ("ttft", "traffic", "chats", "unused"), "links"
 SLAB_BYTES = 393_216  # of the embedded model
 # What is on its way to a store does not count as waiting; statistics come with heartbeats, four in a second.
 SETTLE_S = 1.0
@@ -80,8 +94,8 @@ class Prompts:
         return [self._random.randrange(3, 4000) for _ in range(tokens)]
 
 
-async def first_token_s(deployment: ServedDeployment, prompt: list[int]) -> float:
-    """Seconds to the first token of a prompt's answer."""
+async def token_seconds(deployment: ReachedDeployment, prompt: list[int]) -> tuple[float, float]:
+    """Seconds to the first and to the second token of a prompt's answer."""
     fixed: dict[str, Any] = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 2}
     begun_s = time.monotonic()
     stream = await StampedStream.open(deployment.port, prompt=prompt, **fixed)
@@ -89,22 +103,45 @@ async def first_token_s(deployment: ServedDeployment, prompt: list[int]) -> floa
         await stream.done()
     finally:
         await stream.leave()
-    return stream.stamps_s[0] - begun_s
+    return stream.stamps_s[0] - begun_s, stream.stamps_s[1] - begun_s
+
+
+async def measure_again(
+    deployment: ReachedDeployment, prompts: Prompts, pairs: int, prefix_tokens: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """`token_seconds` of a prompt cold, and after others have taken its place in the pool."""
+    prompt = prompts.take(prefix_tokens + 16)
+    cold = await token_seconds(deployment, prompt)
+    for _ in range(pairs * (POOL // (prefix_tokens // CHUNK) + 2)):
+        await token_seconds(deployment, prompts.take(prefix_tokens))
+    await asyncio.to_thread(wait_stored, deployment)
+    return cold, await token_seconds(deployment, prompt)
 
 
 async def measure_ttft(
-    deployment: ServedDeployment, prompts: Prompts, pairs: int, prefix_tokens: int
+    deployment: ReachedDeployment, prompts: Prompts, pairs: int, prefix_tokens: int
 ) -> tuple[float, float]:
     """TTFT of a prompt cold, and after others have taken its place in the pool."""
-    prompt = prompts.take(prefix_tokens + 16)
-    cold_s = await first_token_s(deployment, prompt)
-    for _ in range(pairs * (POOL // (prefix_tokens // CHUNK) + 2)):
-        await first_token_s(deployment, prompts.take(prefix_tokens))
-    await asyncio.to_thread(wait_stored, deployment)
-    return cold_s, await first_token_s(deployment, prompt)
+    cold, again = await measure_again(deployment, prompts, pairs, prefix_tokens)
+    return cold[0], again[0]
 
 
-def wait_stored(deployment: ServedDeployment) -> None:
+async def measure_links(
+    deployments: Mapping[str, ReachedDeployment], rounds: int, prefix_tokens: int
+) -> dict[str, Any]:
+    """The figures of the part `links`; the first round opens connections."""
+    prompts, seconds = Prompts(), {name: list[tuple[float, float]]() for name in deployments}
+    for _ in range(rounds + 1):
+        for name, deployment in deployments.items():
+            _, again = await measure_again(deployment, prompts, 1, prefix_tokens)
+            seconds[name].append(again)
+    check_slow(deployments["slow"])
+    seconds = {name: rows[1:] for name, rows in seconds.items()}
+    here = {name: [[round(1e3 * one, 1) for one in row] for row in rows] for name, rows in seconds.items()}
+    return summarize_links(seconds) | {"links_ms": here}
+
+
+def wait_stored(deployment: ReachedDeployment) -> None:
     """Wait until no chunk waits to be stored, and none was for `SETTLE_S`. Raises AssertionError if that takes long."""
     deployment.rest()
     seen, since_s = list[tuple[int, int]](), time.monotonic()
@@ -207,18 +244,9 @@ async def play(deployments: Mapping[str, ServedDeployment], options: argparse.Na
     return report | {"this_machine": here}
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    shape = {"rounds": 5, "pairs": 1, "prefix_tokens": 1536, "prefixes": 200, "requests": 1500}
-    for name, default in shape.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    options = parser.parse_args()
-    load, folder = os.getloadavg()[0], Path(tempfile.mkdtemp(prefix="kv-tiers-"))
+def measure_served(options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of all parts of deployments of this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="kv-tiers-"))
     modes = [mode for mode in ("none", "host", "disk") if mode != "none" or options.parts != ["ttft"]]
     try:
         with contextlib.ExitStack() as stack:
@@ -231,9 +259,32 @@ def main() -> None:
             }
             for deployment in deployments.values():
                 deployment.wait_ready()
-            report = asyncio.run(play(deployments, options))
+            return asyncio.run(play(deployments, options))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, LINKS], default=list(PARTS))
+    shape = {"rounds": 5, "pairs": 1, "prefix_tokens": 1536, "prefixes": 200, "requests": 1500}
+    for name, default in shape.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    options = parser.parse_args()
+    if LINKS in options.parts and (why := why_unavailable()):
+        parser.error(why)
+    load, report = os.getloadavg()[0], dict[str, Any]()
+    if set(options.parts) - {LINKS}:
+        report |= measure_served(options)
+    if LINKS in options.parts:
+        with tiered_links(POOL * SLAB_BYTES, 1 << 30) as links:
+            found = asyncio.run(measure_links(links, options.rounds, options.prefix_tokens))
+        report.setdefault("this_machine", {})["links_ms"] = found.pop("links_ms")
+        report |= found
     report |= {name: getattr(options, name) for name in shape} | {"load_before": round(load, 2)}
     print(json.dumps(report, indent=None if options.json else 2))
 

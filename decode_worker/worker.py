@@ -146,6 +146,7 @@ class DecodeWorker:
         if admit.ticket:
             self._accept_ticket(arrival, admit.ticket, now_s)
         self._admission.enqueue(arrival)
+        self._admission.begin_restore(arrival, self.engine.restores, now_s)
 
     def _accept_ticket(self, arrival: KvArrival, raw: bytes, now_s: float) -> None:
         """Check and store the ticket of an arrival. Raises SequenceRefused, and changes nothing, if it is not right."""
@@ -321,7 +322,7 @@ class DecodeWorker:
         if end.status == "adopted":
             pulled = len(arrival.coming.intersection(seq.segment_keys))
             self._segment_slabs.update(found=len(seq.segment_keys) - pulled, pulled=pulled)
-            self._report_pulled(arrival, outcome)
+            self._report_pulled(arrival, outcome, now_s)
         elif end.status == "failed":
             self._corrupt += end.code == "kv_corrupt"
             self._report_failed(seq, end.code, end.message)
@@ -335,8 +336,10 @@ class DecodeWorker:
             seq.kept_slabs = arrival.num_bag_slabs + 1
             self.kv.arena_of(seq.kv_class).free_slabs(seq.key, unused)
 
-    def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome) -> None:
+    def _report_pulled(self, arrival: KvArrival, outcome: HandoffOutcome, now_s: float) -> None:
         num_chunks = outcome.num_pulled + outcome.num_wasted
+        pull_s = arrival.pull_s + arrival.verify_s
+        self.engine.restores.note_pull(arrival.seq.kv_class, num_chunks, pull_s, now_s)
         num_bytes = num_chunks * self._layout_of(arrival.seq.kv_class).chunk_bytes
         self.link.send(describe_pull(arrival, num_bytes))
 

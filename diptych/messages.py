@@ -297,8 +297,7 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     bulk_seconds: float = 0.0
     bulk_tokens: int = 0
     bulk_preemptions: int = 0
-    # Slabs of the transfer buffer of a worker with a device: all, those in use, of these the ones under lease, and
-    # those with chunks that nobody uses.
+    # Slabs of a device's transfer buffer: all, those in use, of these under lease, and with chunks that nobody uses.
     buffer_slabs: int = 0
     buffer_used: int = 0
     buffer_leased: int = 0
@@ -311,8 +310,9 @@ class WorkerStats(msgspec.Struct, frozen=True, array_like=True):
     tier_queries: int = 0
     tier_hits: int = 0
     tiers: dict[str, TierStats] = {}
-    # Slabs of segments (`kvcache.eviction.kept_segments`) of adopted sequences: "found" in the pool, or "pulled".
+    # Slabs of segments of adopted sequences: "found" or "pulled"; and, with tiers, the measured speed of prefills.
     segment_slabs: dict[str, int] = {}
+    prefill_tokens_per_s: float = 0.0
 
     def since(self, then: WorkerStats) -> WorkerStats:
         """These, with the counters counted from `then` on: one engine serves several roles, each with its own."""

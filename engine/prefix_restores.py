@@ -1,20 +1,19 @@
-"""Reads prefixes of waiting prompts back from the tiers below the pool, where that is sooner than computing them.
+"""Reads prefixes back from the tiers below the pool, where that is sooner than computing or pulling them.
 
     a prompt comes ─▶ look up what its prefix lacks ─▶ how many chunks save time? ─▶ slabs of `restore/<n>` are filled
                                                                                     and verified ─▶ published, released
 
 What is restored is then a cached prefix like any other. A prompt holds nothing while it waits for that, and waits for
-a look-up (`MAX_LOOK_UP_S`) and for as long as computing would take at most. The slabs count as lent: whoever needs them
-takes them back at once, and nobody waits for a disk, since chunks get into them only when they are verified. Another
-thread, or virtual time, looks up and reads (`TierReader`): nothing here touches a file or a clock, so that the
-simulator decides as the engine does.
+a look-up (`MAX_LOOK_UP_S`) and for as long as computing would take at most; KV that would be pulled, as long as the
+pull. The slabs count as lent: whoever needs them takes them back at once, and nobody waits for a disk, since chunks get
+into them only when they are verified. Another thread, or virtual time, looks up and reads (`TierReader`): nothing here
+touches a file or a clock, so that the simulator decides as the engine does.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,6 +22,7 @@ import msgspec
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import WorkerStats
+from diptych.stats.tier_rates import FIRST_RATES, TierRate, choose_restore, group_runs, predict_restore_s
 from diptych.stats.tiers import TierStats
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.sequence import Sequence
@@ -33,19 +33,11 @@ from kvcache.arenas import KvArenas
 MAX_RESTORE_SHARE = 0.5
 # For how long a look-up, and reading what was expected to be read at once, may take at least and at most, in seconds.
 MIN_WAIT_S, MAX_LOOK_UP_S = 0.02, 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class TierRate:
-    """How fast a tier is read: seconds before the first byte, and bytes per second, verified."""
-
-    delay_s: float
-    bytes_per_s: float
-
-
-# The tiers, and how fast they are read until that was measured.
-HOST, DISK = "host", "disk"
-FIRST_RATES = {HOST: TierRate(0.002, 1e9), DISK: TierRate(0.004, 2e8)}
+# The rate of pulls is measured by those of at least so many chunks. If none was measured for so many seconds, all is
+# pulled until one is.
+MIN_PULL_CHUNKS, PULL_PROBE_S = 4, 10.0
+# Bytes of KV that are pulled per second; the first pulls measure it.
+FIRST_PULL_RATE = 1e9
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +54,8 @@ class PrefixRestore:
     keys: list[bytes]
     known: int
     begun_s: float
+    # The seconds that one of its chunks takes otherwise: to compute it, or to pull it.
+    chunk_s: float
     # When the sequences go on without it.
     deadline_s: float
     tiers: list[str] = field(default_factory=list)
@@ -152,39 +146,19 @@ class TierReader(Protocol):
         """What is known of the tiers, by name."""
 
 
-def choose_restore(
-    tiers: Many[str], chunk_bytes: int, rates: Mapping[str, TierRate], prefill_tokens_per_s: float
-) -> int:
-    """How many of the leading chunks to restore: as many as save most time over computing them; 0 if none do.
-
-    `tiers` are those in which the chunks are.
-    """
-    chosen, most_saved_s, saved_s, asked = 0, 0.0, 0.0, set[str]()
-    for count, tier in enumerate(tiers, 1):
-        rate = rates[tier]
-        saved_s += CHUNK_TOKENS / prefill_tokens_per_s - chunk_bytes / rate.bytes_per_s
-        if tier not in asked:
-            asked.add(tier)
-            saved_s -= rate.delay_s
-        if saved_s > most_saved_s:
-            chosen, most_saved_s = count, saved_s
-    return chosen
-
-
-def predict_restore_s(tiers: Many[str], chunk_bytes: int, rates: Mapping[str, TierRate]) -> float:
-    """For how many seconds chunks in these tiers are read."""
-    return sum(rates[tier].delay_s for tier in set(tiers)) + sum(
-        chunk_bytes / rates[tier].bytes_per_s for tier in tiers
-    )
-
-
 class NoRestores:
     """In place of `PrefixRestores` where the pool has no tiers below it."""
 
-    is_busy = False
+    is_busy = has_tiers = False
 
     def begin(self, seq: Sequence, now_s: float) -> None:
         """Nothing is looked for."""
+
+    def begin_pull(self, seq: Sequence, keys: list[bytes], now_s: float) -> None:
+        """Nothing is looked for."""
+
+    def note_pull(self, kv_class: str, num_chunks: int, seconds: float, now_s: float) -> None:
+        """Nobody asks how fast KV is pulled."""
 
     def tend(self, now_s: float) -> float | None:
         """Nothing is read."""
@@ -217,8 +191,12 @@ class PrefixRestores:
     ) -> None:
         self.kv, self.reader, self._chunk_bytes = kv, reader, chunk_bytes
         self._prefill_rate, self._note_taken = prefill_rate, note_taken
-        # Restores that are looked up or read, by the address of the first chunk that the pool lacked.
-        self._open: dict[bytes, PrefixRestore] = {}
+        self._pull_rate = MeasuredRate(FIRST_PULL_RATE)
+        # When it was measured last, in clock seconds.
+        self._pull_measured_s = float("-inf")
+        # Restores that are looked up or read, by the address of the first chunk that the pool lacked, and by whether it
+        # is pulled otherwise.
+        self._open: dict[tuple[bytes, bool], PrefixRestore] = {}
         self._number = 0
         # Tokens that were looked up in the tiers, and those that were restored.
         self.queried_tokens = self.restored_tokens = 0
@@ -226,6 +204,8 @@ class PrefixRestores:
         self._now_s = 0.0
         for arena in kv.arenas.values() if isinstance(kv, KvArenas) else (kv,):
             arena.lent_slabs.reclaim = partial(self._give_back, arena, arena.lent_slabs.reclaim)
+
+    has_tiers = True
 
     @property
     def is_busy(self) -> bool:
@@ -244,20 +224,57 @@ class PrefixRestores:
             tier_queries=self.queried_tokens,
             tier_hits=self.restored_tokens,
             tiers=self.reader.stats,
+            prefill_tokens_per_s=self._prefill_rate.value,
         )
 
     def begin(self, seq: Sequence, now_s: float) -> None:
         """`seq` waits to be prefilled: look for what its cached prefix lacks. It is not ready until that has ended."""
-        keys, arena = seq.attachable_keys(), self.kv.arena_of(seq.kv_class)
-        known = arena.count_cached(keys)
-        if known == len(keys):
+        keys = seq.attachable_keys()
+        known = self.kv.arena_of(seq.kv_class).count_cached(keys)
+        if known < len(keys):
+            chunk_s = CHUNK_TOKENS / self._prefill_rate.value
+            self._wait_for(seq, keys, known, chunk_s, False, now_s)
+
+    def begin_pull(self, seq: Sequence, keys: list[bytes], now_s: float) -> None:
+        """The KV of `seq` is about to be pulled: look for those of the chunks `keys` that the pool lacks.
+
+        All is pulled while no recent pull tells how long that takes, or where no tier is as fast.
+        """
+        known = self.kv.arena_of(seq.kv_class).count_cached(keys)
+        if known == len(keys) or now_s - self._pull_measured_s > PULL_PROBE_S:
             return
-        running = self._open.get(keys[known])
+        size = self._size_of(seq.kv_class)
+        chunk_s = size / self._pull_rate.value
+        if self._may_save(len(keys) - known, size, chunk_s):
+            self._wait_for(seq, keys, known, chunk_s, True, now_s)
+
+    def note_pull(self, kv_class: str, num_chunks: int, seconds: float, now_s: float) -> None:
+        """So many chunks of a class were pulled and verified in so many seconds."""
+        if num_chunks >= MIN_PULL_CHUNKS:
+            self._pull_rate.add_sample(num_chunks * self._size_of(kv_class), seconds)
+            self._pull_measured_s = now_s
+
+    def _may_save(self, num_chunks: int, size: int, chunk_s: float) -> bool:
+        """Whether chunks may come sooner from the fastest tier, even if that was measured as slow: it may be fast
+        again.
+        """
+        for name, rate in self.reader.rates().items():
+            best = max(rate, FIRST_RATES.get(name, rate), key=lambda one: one.bytes_per_s)
+            if choose_restore([(name, num_chunks)], size, {name: best}, chunk_s).num_chunks:
+                return True
+        return False
+
+    def _wait_for(
+        self, seq: Sequence, keys: list[bytes], known: int, chunk_s: float, pulled: bool, now_s: float
+    ) -> None:
+        """Let `seq` wait for the chunks of `keys` behind the `known` ones. They are looked up, if nobody did yet."""
+        at = keys[known], pulled
+        running = self._open.get(at)
         if running is None:
             self._number += 1
-            wait_s = min(self._compute_s(len(keys) - known), MAX_LOOK_UP_S)
-            running = self._open[keys[known]] = PrefixRestore(
-                self._number, seq.kv_class, list(keys), known, now_s, now_s + wait_s
+            wait_s = min((len(keys) - known) * chunk_s, MAX_LOOK_UP_S)
+            running = self._open[at] = PrefixRestore(
+                self._number, seq.kv_class, list(keys), known, now_s, chunk_s, now_s + wait_s
             )
             self.reader.look_up(running)
         self.queried_tokens += (len(keys) - known) * CHUNK_TOKENS
@@ -315,15 +332,11 @@ class PrefixRestores:
             else next(iter(self._chunk_bytes.values()))
         )
 
-    def _compute_s(self, num_chunks: int) -> float:
-        """For how many seconds chunks would be computed."""
-        return num_chunks * CHUNK_TOKENS / self._prefill_rate.value
-
     def _start_reading(self, restore: PrefixRestore, now_s: float) -> bool:
         """Take slabs for the chunks that save time, and have them read. Returns whether there are any."""
         rates, size = self.reader.rates(), self._size_of(restore.kv_class)
         arena = self.kv.arena_of(restore.kv_class)
-        count = choose_restore(restore.tiers, size, rates, self._prefill_rate.value)
+        count = choose_restore(group_runs(restore.tiers), size, rates, restore.chunk_s).num_chunks
         if not count:
             return False
         end = restore.known + count
@@ -341,7 +354,7 @@ class PrefixRestores:
         arena.set_lent(restore.key, True)
         self._note_taken(restore.slabs)
         wait_s = max(2 * predict_restore_s(restore.tiers, size, rates), MIN_WAIT_S)
-        restore.deadline_s = now_s + min(wait_s, self._compute_s(count))
+        restore.deadline_s = now_s + min(wait_s, count * restore.chunk_s)
         self.reader.read_chunks(restore)
         return True
 

@@ -340,7 +340,7 @@ def first_output_seconds(seq: Sequence, now_s: float) -> dict[str, float]:
     wait, work = FETCHED_STAGES if seq.fetched else LOCAL_STAGES
     started_s = now_s if seq.started_s is None else seq.started_s
     stages = {wait: started_s - seq.arrived_s, work: now_s - started_s}
-    if seq.restore is not None:
+    if seq.restore is not None and not seq.fetched:
         stages[RESTORE_STAGE] = max(0.0, min(started_s, seq.restore.ended_s) - seq.arrived_s)
         stages[wait] -= stages[RESTORE_STAGE]
     return stages

@@ -32,11 +32,10 @@ START_S, STOP_S, ANSWER_S = 300.0, 60.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServedDeployment:
-    """A running `diptych serve`."""
+class ReachedDeployment:
+    """A deployment with a gateway on this machine."""
 
     port: int
-    process: subprocess.Popen[str]
 
     @property
     def url(self) -> str:
@@ -63,6 +62,23 @@ class ServedDeployment:
         samples = [line for line in self.metrics().splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
+    def rest(self) -> None:
+        """Wait until nothing is open and no slab is used. Raises TimeoutError."""
+        deadline_s = time.monotonic() + STOP_S
+        while time.monotonic() < deadline_s:
+            state = self.get("/status")
+            if not state["open_requests"] and not any(one["stats"]["slabs_used"] for one in state["workers"]):
+                return
+            time.sleep(0.05)
+        raise TimeoutError(f"the deployment does not come to rest: {state}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDeployment(ReachedDeployment):
+    """A running `diptych serve`."""
+
+    process: subprocess.Popen[str]
+
     def wait_ready(self) -> None:
         """Raises RuntimeError if it ended, or was not ready in time."""
         deadline_s = time.monotonic() + START_S
@@ -77,16 +93,6 @@ class ServedDeployment:
                     return
             time.sleep(0.5)
         raise RuntimeError(f"not ready after {START_S:.0f} s")
-
-    def rest(self) -> None:
-        """Wait until nothing is open and no slab is used. Raises TimeoutError."""
-        deadline_s = time.monotonic() + STOP_S
-        while time.monotonic() < deadline_s:
-            state = self.get("/status")
-            if not state["open_requests"] and not any(one["stats"]["slabs_used"] for one in state["workers"]):
-                return
-            time.sleep(0.05)
-        raise TimeoutError(f"the deployment does not come to rest: {state}")
 
 
 def pool_flags(colocated: int) -> tuple[str, ...]:

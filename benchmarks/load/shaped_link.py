@@ -11,9 +11,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -59,10 +60,18 @@ class ShapedDeployment:
     """A gateway and two workers of the embedded model with a KV codec, or several; `cable` is the link of their KV.
 
     `column` is the codec as the user names it, `auto` included, and with a threshold of eviction if there is one, as
-    `split_column` reads it.
+    `split_column` reads it. `fields` are more of `WorkerSpec`, `module` is what runs as a worker.
     """
 
-    def __init__(self, net: NamespaceBridge, folder: Path, column: str, number: int) -> None:
+    def __init__(
+        self,
+        net: NamespaceBridge,
+        folder: Path,
+        column: str,
+        number: int,
+        fields: Mapping[str, Any] | None = None,
+        module: str = "services.worker",
+    ) -> None:
         self.column, self.port = column, claim_port("127.0.0.1", 0)
         codec, threshold = split_column(column)
         codec = expand_auto(Checkpoint.resolve(str(EMBEDDED)), codec)
@@ -95,10 +104,9 @@ class ShapedDeployment:
                 kv_keep=threshold,
                 transports=("nixl",),
                 host=host.address,
+                **(fields or {}),
             )
-            self._parts.append(
-                self._supervise(spec.worker, "services.worker", spec, host.command([]), environ)
-            )
+            self._parts.append(self._supervise(spec.worker, module, spec, host.command([]), environ))
         self.cable = KvCable(hosts[0], hosts[1], number)
 
     @property

@@ -24,8 +24,9 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     # Chunks that wait to be stored, and whether nothing is stored for now.
     waiting_chunks: int = 0
     paused: bool = False
-    # How fast it is read, as measured.
+    # How fast it is read, as measured, and the seconds before the first byte.
     read_bytes_per_s: float = 0.0
+    read_delay_s: float = 0.0
 
     def since(self, then: TierStats) -> TierStats:
         """These, with the counters counted from `then` on."""

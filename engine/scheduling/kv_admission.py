@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.scheduling.prefill_adder import RemainingArenas
 from engine.scheduling.scheduler import Scheduler
@@ -87,6 +87,17 @@ class RemoteKv:
 
 
 A = TypeVar("A", bound=RemoteKv)
+
+
+class PullRestores(Protocol):
+    """Reads chunks back from the tiers below the pool, where that is sooner than pulling them
+    (`engine.prefix_restores`).
+    """
+
+    has_tiers: bool
+
+    def begin_pull(self, seq: Sequence, keys: list[bytes], now_s: float) -> None:
+        """Look for those of the chunks `keys` that the pool lacks; `seq` is not ready until that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +224,19 @@ class KvAdmission(Generic[A]):
     def _all(self) -> Iterator[A]:
         """All arrivals, waiting or moving."""
         return chain(self.waiting.values(), self.moving.values())
+
+    def begin_restore(self, arrival: A, restores: PullRestores, now_s: float) -> None:
+        """Let a request that waits look for its whole chunks in the tiers below the pool first (`Sequence.restore`).
+
+        What another fetch brings comes by itself.
+        """
+        if not restores.has_tiers:
+            return
+        seq = arrival.seq
+        keys = seq.keys[: seq.keep.boundary_chunks] if seq.keep.evicts else arrival.full_keys
+        known = self._allocator.arena_of(seq.kv_class).count_cached(keys)
+        if not any(keys[known] in one.coming for one in self.moving.values() if known < len(keys)):
+            restores.begin_pull(seq, keys, now_s)
 
     # ---- departures
 

@@ -16,7 +16,7 @@ from router.requests.failure_policy import QUARANTINED, WORKER_LOST
 from router.requests.pair_selector import PairSelector
 from router.requests.quarantine import QuarantineFindings
 from router.requests.request_state import RequestState
-from router.routing.policy import forget_lost_tiers
+from router.routing.tier_savings import forget_lost_tiers
 
 QUARANTINE_TEXT = "workers crashed whenever they worked on this request"
 

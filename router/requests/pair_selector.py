@@ -34,11 +34,10 @@ from router.routing.policy import (
     RoutingView,
     choose_decode,
     choose_pair,
-    tiers_bytes,
-    tiers_name,
     transfer_s,
 )
 from router.routing.prefix_index import ChunkNames, PrefixIndex
+from router.routing.tier_savings import tier_bytes
 from router.workers.fleet import Fleet
 from router.workers.kv_classes import (
     AnswerVersion,
@@ -344,7 +343,7 @@ class PairSelector:
     def begin_attempt(self, state: RequestState, pair: ChosenPair) -> None:
         """Record the estimates for an attempt on these workers: tokens to compute, and tokens that are shared."""
         first, need = pair.prefill or pair.decode, state.attempt_need
-        state.unprefilled_tokens = need.prompt_tokens - self.view.shared_tokens(first, need)
+        state.unprefilled_tokens = need.prompt_tokens - self.view.spared_tokens(first, need)
         state.shared_tokens = self.view.shared_room(pair.decode, need)
         if not state.bulk:
             self.expect_chunks(first, state.chunks, need.kv_class)
@@ -366,8 +365,8 @@ class PairSelector:
         ):
             size, name = pool_size(worker_state.hello, kv_class), decided_class(worker_state.hello, kv_class)
             self.index.record_sent(worker, (*chunks, *kept_chunks), size.num_slabs, name)
-            if tiers := tiers_name(worker_state):
-                self.index.record_sent(tiers, chunks, tiers_bytes(worker_state) // size.chunk_bytes, name)
+            for tier, num_bytes in tier_bytes(worker_state).items():
+                self.index.record_sent(tier, chunks, num_bytes // size.chunk_bytes, name)
 
     def remember_answer(self, state: RequestState) -> None:
         """Record the answer's length, and that its decode worker has prompt and answer cached, for follow-up

@@ -123,7 +123,7 @@ def pairs_with_overdraft(
     for source, target in found:
         if source is None or source not in token_s or target not in answers:
             continue
-        new_tokens = need.prompt_tokens - view.shared_tokens(source, need)
+        new_tokens = need.prompt_tokens - view.spared_tokens(source, need)
         steps = predicted_steps(patience * new_tokens * token_s[source], step_s[target], answers[target])
         if frees_in_time(missing[target], answers[target], ends, steps):
             allowed.append((source, target))

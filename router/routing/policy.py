@@ -1,7 +1,8 @@
 """Chooses the pair of workers for a request: the pair with the least predicted wait (pure).
 
     wait(p, d) = prefill: tokens queued at p, and twice the tokens of this prompt that p has not cached, at p's speed
-               + transfer: link latency, and the bytes of KV that d has not cached
+               + transfer: link latency, and the bytes of KV that d has not cached, less what d saves if it reads some
+                 of them back from a tier below its pool
                + decode: one step of d per request running there, less a bonus if d has the prefix cached
                + memory: the steps until d has freed as many tokens as it would be overcommitted by
 
@@ -37,6 +38,7 @@ from router.routing.eviction_estimate import segment_tokens
 from router.routing.load_ledger import LoadLedger
 from router.routing.pairs import Pair, PairList, pair_list
 from router.routing.prefix_index import ChunkNames, PrefixIndex
+from router.routing.tier_savings import saved_s
 from router.workers.fleet import Fleet
 from router.workers.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
 from router.workers.worker_state import WorkerState
@@ -45,10 +47,6 @@ from router.workers.worker_state import WorkerState
 DEFAULT_TOKEN_S, DEFAULT_STEP_S = 1e-3, 2e-2
 # A worker's own speed counts as at most this factor faster or slower than the average of its role.
 MAX_SPEED_RATIO = 2.0
-# How the names begin by which `PrefixIndex` knows the tiers of hosts; no worker has such a name.
-TIERS_PREFIX = "tiers of "
-# The part of the time to compute a token that is saved if it is read back from a tier below the pool.
-RESTORED_SHARE = 0.85
 # A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
 # the share AFFINITY_PART of the least busy worker's requests. With a part of the prefix it is proportionally less.
 AFFINITY, AFFINITY_PART = 2.0, 0.25
@@ -100,29 +98,6 @@ class RoutingNeed:
         return self.whole_tokens is not None
 
 
-def tiers_name(worker_state: WorkerState) -> str:
-    """The name by which `PrefixIndex` knows what a worker's host stores below the pools; empty without tiers."""
-    return host_tiers(worker_state.hello.host) if worker_state.stats.tiers else ""
-
-
-def host_tiers(host: str) -> str:
-    """The name by which `PrefixIndex` knows what a host stores below the pools of its workers."""
-    return f"{TIERS_PREFIX}{host}"
-
-
-def forget_lost_tiers(index: PrefixIndex, fleet: Fleet) -> None:
-    """Forget what hosts without a worker had stored: their memory is gone, and a disk may come back elsewhere."""
-    present = {host_tiers(worker_state.hello.host) for worker_state in fleet.workers.values()}
-    for name in index.holders():
-        if name.startswith(TIERS_PREFIX) and name not in present:
-            index.forget_worker(name)
-
-
-def tiers_bytes(worker_state: WorkerState) -> int:
-    """Bytes of KV that a worker's host stores below the pools at most: what a disk has is in memory first."""
-    return max((tier.capacity_bytes for tier in worker_state.stats.tiers.values()), default=0)
-
-
 # Find the pairs for a request without any requirements, and for one that is pooled.
 ANY_REQUEST, ANY_POOLED = RoutingNeed(0, 0), RoutingNeed(0, 0, pools=True)
 
@@ -147,26 +122,41 @@ class RoutingView:
     only_pools: bool = False
 
     def shared_tokens(self, worker: str, need: RoutingNeed) -> int:
-        """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed.
+        """Prompt tokens that the worker is assumed to have cached; at least the last token is always computed."""
+        worker_state, (chunks, kv_class) = self.fleet.workers[worker], self._usable_chunks(worker, need)
+        shared = self.index.count_shared(worker_state.name, chunks, kv_class) if chunks else 0
+        return min(CHUNK_TOKENS * shared, max(0, need.prompt_tokens - 1))
 
-        Where prompts are prefilled, tokens that the worker's host stores below the pools count by what they save.
+    def spared_tokens(self, worker: str, need: RoutingNeed) -> int:
+        """Prompt tokens that a worker where prompts are prefilled is assumed not to compute: those that it has cached.
+
+        What its host stores below the pools counts by the time that reading it back saves.
         """
-        if not need.chunks:
-            return 0
-        worker_state, chunks = self.fleet.workers[worker], need.chunks
-        hello = worker_state.hello
+        shared, stats = self.shared_tokens(worker, need), self.fleet.workers[worker].stats
+        token_rate = stats.prefill_tokens_per_s
+        if not (token_rate and stats.tiers):
+            return shared
+        spared_s = self.saved_s(worker, need, CHUNK_TOKENS / token_rate)
+        return min(shared + int(spared_s * token_rate), max(0, need.prompt_tokens - 1))
+
+    def saved_s(self, worker: str, need: RoutingNeed, chunk_s: float) -> float:
+        """Predicted seconds that a worker saves by reading chunks back from the tiers below its pool, if each takes
+        `chunk_s` otherwise.
+        """
+        worker_state, (chunks, kv_class) = self.fleet.workers[worker], self._usable_chunks(worker, need)
+        if not chunks:
+            return 0.0
+        known = self.index.count_shared(worker, chunks, kv_class)
+        return saved_s(worker_state, self.index, chunks, kv_class, known, chunk_s)
+
+    def _usable_chunks(self, worker: str, need: RoutingNeed) -> tuple[ChunkNames, str]:
+        """The chunks of a prompt that the worker can use where they are stored, and their class of KV there."""
+        hello, chunks = self.fleet.workers[worker].hello, need.chunks
         if need.whole_tokens is not None and hello.role == "decode":
             chunks = chunks[: need.whole_tokens // CHUNK_TOKENS]
         if need.attachable_tokens is not None and (hello.role == "prefill" or not self.split):
             chunks = chunks[: need.attachable_tokens // CHUNK_TOKENS]
-        kv_class = decided_class(hello, need.kv_class)
-        shared = self.index.count_shared(worker, chunks, kv_class)
-        known = CHUNK_TOKENS * shared
-        tiers = tiers_name(worker_state)
-        if tiers and (hello.role == "prefill" or not self.split):
-            stored = self.index.count_shared(tiers, chunks, kv_class)
-            known += int(CHUNK_TOKENS * RESTORED_SHARE * max(0, stored - shared))
-        return min(known, max(0, need.prompt_tokens - 1))
+        return chunks, decided_class(hello, need.kv_class)
 
     def shared_room(self, worker: str, need: RoutingNeed) -> int:
         """Tokens of room that the request needs not for itself at the worker that decodes it: those that the worker is
@@ -299,12 +289,20 @@ def choose_decode(
 
 
 def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -> float:
-    """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`."""
-    link = view.fleet.workers[target].links[source]
+    """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`.
+
+    What the host of `target` stores below the pools is read back where that is sooner.
+    """
+    worker_state = view.fleet.workers[target]
+    link = worker_state.links[source]
     tokens = need.prompt_tokens if need.handed_tokens is None else need.handed_tokens
     chunks = -(-max(0, tokens - view.shared_room(target, need)) // CHUNK_TOKENS)
-    num_bytes = chunks * pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
-    return link.latency_us * 1e-6 + num_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
+    chunk_bytes = pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
+    chunk_s = chunk_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
+    moved_s = chunks * chunk_s
+    if chunks and worker_state.stats.tiers:
+        moved_s -= min(view.saved_s(target, need, chunk_s), moved_s)
+    return link.latency_us * 1e-6 + moved_s
 
 
 def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:
@@ -331,7 +329,7 @@ def _prefill_wait_s(
     token_s = seconds_per_unit(
         [(worker_state, worker_state.stats.step_tokens) for worker_state in worker_states], DEFAULT_TOKEN_S
     )
-    new_tokens = {name: need.prompt_tokens - view.shared_tokens(name, need) for name in token_s}
+    new_tokens = {name: need.prompt_tokens - view.spared_tokens(name, need) for name in token_s}
     return {
         name: (view.ledger.load_of(name).queued_tokens + 2 * new_tokens[name]) * token_s[name]
         for name in token_s
@@ -363,7 +361,7 @@ def _colocated_wait_s(
     for name in steps_s:
         load, new = (
             view.ledger.load_of(name, need.bulk),
-            need.prompt_tokens - view.shared_tokens(name, need),
+            need.prompt_tokens - view.spared_tokens(name, need),
         )
         tokens = load.queued_tokens + (2 + min(load.running, 1)) * new
         waits_s[name] = tokens * token_s * steps_s[name] / step_s
@@ -394,7 +392,7 @@ def _local_prefill_wait_s(
     for worker_state in worker_states:
         load, new = (
             view.ledger.load_of(worker_state.name),
-            need.prompt_tokens - view.shared_tokens(worker_state.name, need),
+            need.prompt_tokens - view.spared_tokens(worker_state.name, need),
         )
         waits_s[worker_state.name] = (load.queued_tokens + (2 + load.running) * new) * token_s
         if view.tpot_s is not None and load.running:

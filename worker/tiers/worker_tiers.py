@@ -17,8 +17,9 @@ from functools import partial
 from itertools import takewhile
 
 from diptych.errors import CorruptChunk
+from diptych.stats.tier_rates import DISK, FIRST_RATES, HOST, TierRate
 from diptych.stats.tiers import TierStats
-from engine.prefix_restores import DISK, FIRST_RATES, HOST, PrefixRestore, TierRate
+from engine.prefix_restores import PrefixRestore
 from engine.scheduling.new_token_ratio import MeasuredRate
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
@@ -70,6 +71,7 @@ class _Tier:
             waiting_chunks=self.thread.num_waiting,
             paused=self.thread.is_paused,
             read_bytes_per_s=self.rate.value,
+            read_delay_s=self.delay_s,
         )
 
     def add_sample(self, num_bytes: int, begun_s: float, ended_s: float) -> None:

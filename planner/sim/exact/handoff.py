@@ -80,8 +80,9 @@ class SimArrival(RemoteKv):
     pending: HandoffEffect | HandoffOutcome | None = None
     early: set[int] = field(default_factory=set)
     sent: dict[int, SimTransfer] = field(default_factory=dict)
-    # Number of parts whose transfer has started.
+    # Number of parts whose transfer has started, and the seconds that the transfers took.
     parts: int = 0
+    pull_s: float = 0.0
 
 
 @cache
@@ -142,7 +143,9 @@ class SimFetcher:
             # The bag, and a slab for the tokens since the decision.
             seq.kept_slabs, seq.segments = ticket.context.num_bag_slabs + 1, ticket.context.segments
             seq.segment_keys = name_segments(seq.keys, seq.keep, seq.segments)
-        self.admission.enqueue(SimArrival(seq, num_tokens, now_s, ticket, ticket_s=now_s))
+        arrival = SimArrival(seq, num_tokens, now_s, ticket, ticket_s=now_s)
+        self.admission.enqueue(arrival)
+        self.admission.begin_restore(arrival, self.engine.restores, now_s)
 
     def hint(self, message: Staging) -> None:
         """Handles the announcement of chunks that are being computed."""
@@ -224,16 +227,20 @@ class SimFetcher:
     def _start_part(self, arrival: SimArrival, source: str, count: int, ready_s: float) -> None:
         """Starts the transfer of `count` chunks. It ends at `ready_s` at the earliest, when the chunks are computed."""
         arrival.parts += 1
-        there = partial(self._on_part_copied, arrival, arrival.parts, ready_s)
+        there = partial(self._on_part_copied, arrival, arrival.parts, ready_s, self._events.now_s)
         num_bytes = count * self._chunk_bytes(arrival)
         arrival.sent[arrival.parts] = self.links.start(source, self.name, num_bytes, there)
 
     def _chunk_bytes(self, arrival: SimArrival) -> int:
         return self.chunk_bytes[self.engine.limits.arena_name(arrival.seq)]
 
-    def _on_part_copied(self, arrival: SimArrival, part: int, ready_s: float) -> None:
+    def _on_part_copied(
+        self, arrival: SimArrival, part: int, ready_s: float, began_s: float | None = None
+    ) -> None:
         if arrival.stopped:
             return
+        if began_s is not None:
+            arrival.pull_s += self._events.now_s - began_s
         if self._events.now_s < ready_s:
             self._events.at(ready_s, self._on_part_copied, arrival, part, ready_s)
             return
@@ -284,6 +291,7 @@ class SimFetcher:
             self._send(Failed(seq.id, seq.epoch, end.code, end.message))
 
     def _report_pulled(self, arrival: SimArrival, outcome: HandoffOutcome, now_s: float) -> None:
+        self.engine.restores.note_pull(arrival.seq.kv_class, outcome.num_pulled, arrival.pull_s, now_s)
         began_s = max(arrival.reserved_s, arrival.ticket_s)
         seconds = {
             "reserve": max(0.0, arrival.reserved_s - arrival.ticket_s),

@@ -19,8 +19,9 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from diptych.messages import WorkerStats
+from diptych.stats.tier_rates import TierRate
 from diptych.stats.tiers import TierStats
-from engine.prefix_restores import NoRestores, PrefixRestore, PrefixRestores, TierRate
+from engine.prefix_restores import NoRestores, PrefixRestore, PrefixRestores
 from kvcache.allocator import KvAllocator
 from kvcache.arenas import KvArenas
 from kvcache.prefix_tree import PrefixNode
@@ -97,6 +98,7 @@ class _ReadPort:
             stored_chunks=self.num_stored,
             restored_chunks=self.num_restored,
             read_bytes_per_s=store.tier.rate.bytes_per_s,
+            read_delay_s=store.tier.rate.delay_s,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import ConfigError
-from engine.prefix_restores import DISK, FIRST_RATES, HOST, TierRate
+from diptych.stats.tier_rates import DISK, FIRST_RATES, HOST, TierRate
 from planner.kv_links import parse_link
 from planner.sim.exact.deployment import SimDeployment
 from planner.sim.exact.simulate import ExactSimulation

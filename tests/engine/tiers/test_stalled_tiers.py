@@ -96,7 +96,7 @@ def test_a_look_up_that_was_answered_is_the_engine_s(tmp_path: Path) -> None:
     tiers = engine.tiers
     assert tiers is not None
     keys = engine.request(prompt_of(1)).update_keys()[:4]
-    restore = PrefixRestore(1, engine.layout.kv_class, list(keys), 0, 0.0, math.inf)
+    restore = PrefixRestore(1, engine.layout.kv_class, list(keys), 0, 0.0, 1.0, math.inf)
     found = list[list[str]]()
 
     def wake() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from diptych.eviction_spec import KeepSpec
 from diptych.request import Tenancy
 from engine.scheduling.kv_admission import (
     ABORTED,
@@ -22,7 +24,7 @@ from engine.scheduling.kv_admission import (
     perform_departures,
 )
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import EngineLimits, SequenceRefused
+from engine.sequence import EngineLimits, Sequence, SequenceRefused
 from kvcache.allocator import KvAllocator
 from kvcache.prefix_tree import PrefixTree
 from kvcache.slab_ledger import SlabLedger
@@ -158,6 +160,46 @@ def test_chunks_on_their_way_for_another_are_waited_for_and_shared() -> None:
     bench.land(first)
     assert bench.depart() == ["again"]
     assert bench.reserved[again.seq.key][:3] == first.seq.slabs[:3]
+
+
+class SlowRestores:
+    """Restores of which a test says when they end."""
+
+    has_tiers = True
+
+    def __init__(self) -> None:
+        self.asked: list[list[bytes]] = []
+
+    def begin_pull(self, seq: Sequence, keys: list[bytes], now_s: float) -> None:
+        self.asked.append(keys)
+        seq.restore = SimpleNamespace(ready=False)
+
+
+def test_one_whose_chunks_are_read_back_departs_afterwards_and_nobody_waits_for_it() -> None:
+    bench, restores = AdmissionBench(num_slabs=20), SlowRestores()
+    first = bench.offer("first", 200, family=0)
+    bench.admission.begin_restore(first, restores, 0.0)
+    assert restores.asked == [first.seq.keys[:3]]
+    bench.offer("else", 100, family=1)
+    assert bench.depart() == ["else"]
+    first.seq.restore.ready = True
+    assert bench.depart() == ["first"]
+
+
+def test_what_another_fetch_brings_is_not_read_back() -> None:
+    bench, restores = AdmissionBench(num_slabs=20), SlowRestores()
+    bench.offer("first", 200, family=0)
+    bench.depart()
+    bench.admission.begin_restore(bench.offer("again", 200, family=0), restores, 0.0)
+    assert not restores.asked
+
+
+def test_one_that_drops_rows_reads_its_whole_chunks_back() -> None:
+    bench, restores = AdmissionBench(num_slabs=20), SlowRestores()
+    arrival = bench.offer("first", 300, ticket=False)
+    arrival.seq.keep = KeepSpec(0.9, boundary=128)
+    bench.admission.begin_restore(arrival, restores, 0.0)
+    assert restores.asked == [arrival.seq.keys[:2]]
 
 
 def test_nobody_waits_for_chunks_of_one_without_a_ticket() -> None:

@@ -11,8 +11,9 @@ import pytest
 from diptych.chunks import CHUNK_TOKENS
 from diptych.errors import OutOfSlabs
 from diptych.request import SamplingParams
+from diptych.stats.tier_rates import TierRate, choose_restore, group_runs
 from diptych.stats.tiers import TierStats
-from engine.prefix_restores import PrefixRestore, PrefixRestores, TierRate, choose_restore
+from engine.prefix_restores import PrefixRestore, PrefixRestores
 from engine.scheduling.new_token_ratio import MeasuredRate
 from engine.sequence import Sequence
 from engine.sequence_table import first_output_seconds
@@ -120,12 +121,13 @@ def is_ready(seq: Sequence) -> bool:
     ],
 )
 def test_as_much_is_restored_as_saves_most_time(tiers: list[str], chosen: int) -> None:
-    assert choose_restore(tiers, 1000, RATES, 6400.0) == chosen
+    assert choose_restore(group_runs(tiers), 1000, RATES, CHUNK_TOKENS / 6400.0).num_chunks == chosen
 
 
 def test_a_tier_that_is_slower_than_computing_is_not_read() -> None:
-    assert choose_restore(["host"] * 9, 1000, {"host": TierRate(0.0, 99_000.0)}, 6400.0) == 0
-    assert choose_restore(["host"] * 9, 1000, {"host": TierRate(0.0, 101_000.0)}, 6400.0) == 9
+    for bytes_per_s, chosen in ((99_000.0, 0), (101_000.0, 9)):
+        rates = {"host": TierRate(0.0, bytes_per_s)}
+        assert choose_restore([("host", 9)], 1000, rates, CHUNK_TOKENS / 6400.0).num_chunks == chosen
 
 
 def test_a_stored_prefix_becomes_a_cached_one_and_nothing_is_held() -> None:
@@ -344,3 +346,80 @@ def test_nothing_is_looked_up_for_a_prefix_that_is_here() -> None:
     bench.kv.release("x#0")
     seq = bench.begin()
     assert is_ready(seq) and seq.restore is None and not bench.is_busy()
+
+
+# ---- before a pull
+
+
+def begin_pull(bench: Bench, pulled_bytes_per_s: float, now_s: float = 0.0, chunks: int = 8) -> Sequence:
+    """A request whose KV would be pulled, after pulls that were measured at 0 s."""
+    bench.restores.note_pull("raw", chunks, chunks * 1000 / pulled_bytes_per_s, 0.0)
+    seq = Sequence("a", 0, PROMPT, SamplingParams(max_tokens=4, seed=0), math.inf, root=ROOT, arrived_s=now_s)
+    seq.update_keys()
+    bench.restores.begin_pull(seq, seq.keys, now_s)
+    return seq
+
+
+def test_what_a_tier_has_sooner_than_a_pull_is_not_pulled() -> None:
+    bench = Bench(stored=5)
+    seq = begin_pull(bench, 1e5)
+    assert not is_ready(seq) and not bench.taken
+    bench.reader.answer_found()
+    bench.restores.tend(0.001)
+    assert len(bench.taken) == 5 and bench.is_busy()
+    bench.reader.answer_read(5)
+    bench.restores.tend(0.006)
+    assert is_ready(seq) and bench.settled()
+    assert bench.kv.count_cached(KEYS) == 5, "the others are pulled"
+
+
+def test_all_is_pulled_until_pulls_were_measured_lately() -> None:
+    bench = Bench()
+    assert is_ready(begin_pull(bench, 1e5, chunks=3)), "latencies hide how fast few chunks are pulled"
+    assert is_ready(begin_pull(bench, 1e5, now_s=10.5)), "a link that was slow may be fast again"
+    assert not bench.reader.found
+    assert not is_ready(begin_pull(bench, 1e5, now_s=9.5))
+
+
+def test_where_no_tier_is_as_fast_as_pulls_nothing_is_looked_up() -> None:
+    bench = Bench()
+    assert is_ready(begin_pull(bench, 2e9)) and not bench.reader.found
+    # The tier was fast once, and is looked at so that its rate is measured again.
+    seq = begin_pull(Bench(), 2e6)
+    assert not is_ready(seq)
+
+
+def test_a_tier_that_is_measured_as_slower_than_pulls_is_not_read() -> None:
+    bench = Bench()
+    seq = begin_pull(bench, 2e6)
+    bench.reader.answer_found()
+    bench.restores.tend(0.001)
+    assert is_ready(seq) and not bench.taken
+
+
+def test_nobody_waits_longer_than_the_pull_would_take() -> None:
+    bench = Bench()
+    seq = begin_pull(bench, 5e5)
+    assert bench.deadline_s() == pytest.approx(8 * 0.002)
+    bench.reader.answer_found()
+    bench.restores.tend(0.001)
+    assert bench.deadline_s() == pytest.approx(0.001 + 8 * 0.002)
+    bench.reader.fill(bench.reader.read[0], 3)
+    bench.restores.tend(0.018)
+    assert is_ready(seq) and bench.settled()
+    assert bench.kv.count_cached(KEYS) == 3, "what was read is not pulled"
+
+
+def test_a_prompt_and_a_pull_wait_for_restores_of_their_own() -> None:
+    """A tier may be worth it beside one of them alone."""
+    bench = Bench()
+    prompt, pulled = bench.begin("p"), begin_pull(bench, 1e5)
+    assert prompt.restore is not pulled.restore
+    for _ in range(2):
+        bench.reader.answer_found()
+    bench.restores.tend(0.001)
+    for _ in range(2):
+        bench.reader.answer_read(8)
+    bench.restores.tend(0.01)
+    assert is_ready(prompt) and is_ready(pulled) and bench.settled()
+    assert bench.kv.count_cached(KEYS) == 8

@@ -275,10 +275,11 @@ class Courier:
         assert isinstance(arrival.effect, PullChunks)
         pull, steps = arrival.effect, arrival.handoff
         layout = self._parts.layout_of(arrival.seq.kv_class)
-        payload = self._payloads[layout.kv_class]
+        payload, began_s = self._payloads[layout.kv_class], self._wires.events.now_s
 
         def there() -> None:
             assert steps is not None
+            arrival.pull_s = self._wires.events.now_s - began_s
             arrival.effect = perform_effects(
                 steps, {PullChunks: lambda effect: [payload] * len(effect.pairs)}, pull
             )

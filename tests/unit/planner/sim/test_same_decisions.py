@@ -17,7 +17,7 @@ import pytest
 import planner.sim.exact.engine
 import planner.sim.exact.simulate
 from diptych.eviction_spec import ADA, ZAP
-from engine.prefix_restores import TierRate
+from diptych.stats.tier_rates import TierRate
 from engine.scheduling.scheduler import StepPlan
 from engine.sequence import EngineLimits
 from kvcache.eviction.kept_segments import count_segment_slabs
@@ -119,6 +119,11 @@ def longer_prefixes(jobs: list[Job], most: int = 1000) -> list[Job]:
     return [job for job in longer if job.prompt + job.output <= most]
 
 
+def short_answers(jobs: list[Job]) -> list[Job]:
+    """The same with answers that fill no chunk: the simulator has no names for these."""
+    return [replace(job, output=min(job.output, 64 - job.prompt % 64)) for job in jobs]
+
+
 @dataclass
 class Simulated:
     plans: list[tuple[str, float, StepPlan]]
@@ -126,6 +131,8 @@ class Simulated:
     served: list[JobResult]
     num_preempted: int
     num_overdrafts: int
+    # Tokens that decode workers read back instead of pulling them.
+    num_unpulled: int
 
 
 def simulated(deployment: SimDeployment, jobs: list[Job], skips: bool = False) -> Simulated:
@@ -151,7 +158,12 @@ def simulated(deployment: SimDeployment, jobs: list[Job], skips: bool = False) -
     assert isinstance(gate.relay, NotedRelay)
     patience = gate.relay.pairs.patience
     num_overdrafts = patience.num_in_time + patience.num_late
-    return Simulated(plans, gate.relay.noted, served, simulation.preempted.total(), num_overdrafts)
+    num_unpulled = sum(
+        worker.stats.tier_hits for name, worker in gate.workers.items() if name.startswith(DECODE)
+    )
+    return Simulated(
+        plans, gate.relay.noted, served, simulation.preempted.total(), num_overdrafts, num_unpulled
+    )
 
 
 def in_classes(deployment: SimDeployment, jobs: list[Job]) -> tuple[SimDeployment, list[Job]]:
@@ -177,10 +189,10 @@ def evicting(
 
 
 def tiered(
-    deployment: SimDeployment, *tiers: tuple[str, int, float, float], slabs: int = 14
+    deployment: SimDeployment, *tiers: tuple[str, int, float, float], slabs: int = 14, small: str = PREFILL
 ) -> SimDeployment:
-    """The same with tiers (name, chunks, delay and seconds of a chunk) below pools that are small where prompts are
-    prefilled.
+    """The same with tiers (name, chunks, delay and seconds of a chunk) below pools, of which those of the role `small`
+    are.
     """
     below = tuple(
         SimTier(
@@ -189,11 +201,14 @@ def tiered(
         for name, chunks, delay_s, chunk_s in tiers
     )
     machines = tuple(
-        replace(machine, kv_tokens=64 * slabs) if pool.role == PREFILL else machine
+        replace(machine, kv_tokens=64 * slabs) if pool.role == small else machine
         for pool, machine in zip(deployment.placement.pools, deployment.instances, strict=True)
     )
     return replace(deployment, instances=machines, tiers=below, prefix_caching=True)
 
+
+# A chunk takes about 2 ms.
+SLOW_LINK = LinkSpec(LAYOUT.chunk_bytes / 2e-3, 1e-3)
 
 CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "1P1D": (deployed((PREFILL, 1), (DECODE, 1)), trace(120, 25.0, 1)),
@@ -232,6 +247,25 @@ CASES: dict[str, tuple[SimDeployment, list[Job]]] = {
     "2P2D, eviction, a tier": evicting(
         tiered(deployed((PREFILL, 2), (DECODE, 2)), ("host", 10**6, 0.3e-3, 0.4e-3)),
         trace(120, 50.0, 35, shared=True),
+    ),
+    "1P1D, slow link, a tier": (
+        tiered(
+            deployed((PREFILL, 1), (DECODE, 1), link=SLOW_LINK, beat_s=1e9),
+            ("host", 10**6, 1.3e-3, 0.4e-3),
+            slabs=24,
+            small=DECODE,
+        ),
+        short_answers(longer_prefixes(trace(120, 25.0, 38, shared=True))),
+    ),
+    "2P2D, slow link, two tiers": (
+        tiered(
+            deployed((PREFILL, 2), (DECODE, 2), link=SLOW_LINK, beat_s=1e9),
+            ("host", 20, 0.3e-3, 0.4e-3),
+            ("disk", 10**6, 1e-3, 1.1e-3),
+            slabs=24,
+            small=DECODE,
+        ),
+        short_answers(longer_prefixes(trace(120, 50.0, 39, shared=True))),
     ),
     "2P2D, first tokens by decode workers": (
         deployed((PREFILL, 2), (DECODE, 2), prefix_caching=True, traits=()),
@@ -369,6 +403,8 @@ def test_the_cases_are_hard() -> None:
         assert simulated_case(name).num_preempted, name
     for name in [name for name in CASES if "overdraft" in name]:
         assert simulated_case(name).num_overdrafts, name
+    for name in [name for name in CASES if "slow link, " in name and "tier" in name]:
+        assert simulated_case(name).num_unpulled >= 10 * 64, name
     for name in [name for name in CASES if "segments, shared prefixes" in name]:
         assert count_shared_pulls(name) >= 10, name
     assert max(part.count for _, _, plan in whole for part in plan.prefill) > 128

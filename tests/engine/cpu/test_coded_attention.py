@@ -111,13 +111,18 @@ def test_where_a_prompt_is_cut_changes_no_bit(folders: dict[str, Path], name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_single_tokens_see_what_the_whole_prompt_sees(folders: dict[str, Path], name: str) -> None:
     """Raw kernels add up in another order for single tokens; here that may flip a code."""
-    (runner, _), pairs = load(folders["llama"], name), Pairs()
+    (runner, _), (raw, _) = (load(folders["llama"], one) for one in (name, ""))
+    pairs = Pairs()
     for tokens in PROMPTS:
         (whole,) = runner.run([StepWork(tokens, 0, [4, 5, 6], "all")])
         pieces = [runner.run([StepWork(tokens[:70], 0, [1, 2, 3], "all")])[0]]
         for at in range(70, 90):
             pieces.append(runner.run([StepWork(tokens[at : at + 1], at, [1, 2, 3], "all", tokens[0])])[0])
         pairs.append((torch.cat(pieces), whole[:90]))
+        (exact,) = raw.run([StepWork(tokens, 0, [4, 5, 6], "all")])
+        # Of each prompt: a flipped code is little beside what coding changes.
+        apart, coded = (float((one - whole[:90]).abs().mean()) for one in (pairs[-1][0], exact[:90]))
+        assert apart <= 0.1 * coded + 1e-4
     assert typical_difference(pairs) <= 1 - MOST_ROWS
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import hashlib
 import importlib
 import logging
@@ -51,6 +52,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
 
 from diptych.kernels.addresses import note_addresses
+from diptych.kernels.inner_functions import skip_inner_code
 from diptych.launch.own_packages import PACKAGES
 
 if "scipy.linalg" not in sys.modules:
@@ -162,7 +164,7 @@ def kernel_source_stamp(module: ModuleType, options: dict[str, Any] | None = Non
     """
     ours = OWN_PACKAGES | {module.__name__.partition(".")[0]}
     parts, visited = [_plain_options(options or {})], set[str]()
-    for each in (sys.modules[__name__], module):
+    for each in (sys.modules[__name__], sys.modules[skip_inner_code.__module__], module):
         parts += _kernel_sources(each, ours, visited)
     return _hash_parts(parts)
 
@@ -371,6 +373,9 @@ class _KernelCache(FunctionCache):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
+            # What the parent holds must not be collected here: its destructors may need threads that only it has.
+            gc.freeze()
+            skip_inner_code()
         else:
             os.close(alive)
         return child, ended

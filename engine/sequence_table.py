@@ -116,13 +116,21 @@ class SequenceTable:
         waiting, find = self.scheduler.waiting, self.scheduler.find
         fresh = [seq for key in plan.admitted if (seq := waiting.get(key)) is not None]
         cached = {seq.key: self.arena_of(seq).attach_prefix(seq.key, seq.attachable_keys()) for seq in fresh}
+        left_out = set[str]()
         for key, count in plan.grow:
-            if key not in cached and (seq := find(key)) is not None:
+            if key in cached or (seq := find(key)) is None:
+                continue
+            slabs = self._allocate(seq, count)
+            if slabs is None and (attached := cached.keys() - left_out):
+                # Beside a second sequence, bulk work may hold less: no new one comes before those that run.
+                for other in attached:
+                    self.allocator.release(other)
+                left_out |= attached
                 slabs = self._allocate(seq, count)
-                taken += slabs or ()
-                seq.slabs += slabs or ()
+            taken += slabs or ()
+            seq.slabs += slabs or ()
         for key in plan.admitted:
-            if (seq := find(key)) is None:
+            if key in left_out or (seq := find(key)) is None:
                 continue
             if (known := cached.get(key)) is None:
                 admissions.append(AdmittedSequence(seq))

@@ -56,6 +56,21 @@ def test_sequences_that_do_not_fit_into_a_unit_take_turns() -> None:
     assert 1 < len(bench.runner.batches[-1]) < 40
 
 
+def test_a_sequence_that_runs_goes_on_although_the_prefix_of_another_takes_the_rest_of_its_share() -> None:
+    """Half of the pool is lent to two sequences, more to one alone."""
+    bench = BulkBench(num_slabs=12)
+    bench.add_bulk("first", 130, 1)
+    bench.settle()
+    bench.add_bulk("long", 250, 80)
+    while not bench.out.get("long"):
+        assert bench.unit()
+    bench.add_bulk("first", 130, 1)
+    for _ in range(200):
+        bench.unit()
+    assert [len(bench.out[name]) for name in ("long", "first")] == [80, 2]
+    assert not bench.holdings.used
+
+
 @pytest.mark.parametrize("tpot_s", [None, 0.05])
 def test_without_an_slo_bulk_work_runs_only_when_nothing_else_is_to_be_done(tpot_s: float | None) -> None:
     bench = BulkBench(tpot_s=tpot_s, num_slabs=100)

@@ -10,9 +10,11 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 TESTS ?= tests
-JOBS ?= 2
-# schemathesis is used as a library: its plugin takes seconds to import, in every process.
-PYTEST := $(BIN)/python -m pytest -p no:schemathesis
+# One more than the two cores that tests are made for: tests of deployments wait for most of their time.
+JOBS ?= 3
+# schemathesis is used as a library: its plugin takes seconds to import, in every process. Without bytecode on disk every
+# process would compile all modules again, and pytest rewrite all asserts.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p no:schemathesis
 
 # In every environment, that of build back-ends included: no other torch than the one this was tested with.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -47,6 +49,7 @@ contracts: $(STAMP) ## Who may import whom
 	@$(BIN)/lint-imports > .run/contracts.log 2>&1 || { cat .run/contracts.log; exit 1; }
 	@tail -n 2 .run/contracts.log
 
+quick: JOBS = 2
 quick: lint contracts ## What can be said in a minute: lint, contracts, and unit tests but for the slow ones
 	@$(PYTEST) tests/unit --quick -n $(JOBS) --dist loadfile -q $(ARGS)
 

@@ -27,29 +27,37 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 DATA_HOME = tempfile.TemporaryDirectory(prefix="diptych-data-", ignore_cleanup_errors=True)
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
-# Two test processes on two cores: libraries that compute with two threads each would wait for each other, and spin.
+# More test processes than cores: libraries that compute with two threads each would wait for each other, and spin.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 TESTS = Path(__file__).parent
-# Half a minute and more, the longest first: two files run at a time, and no long one should be left alone at the end.
+# Half a minute and more with no kernels on disk, the longest first: no long one should be left alone at the end.
 LONG = (
-    "system/test_tokens.py", "system/test_serve.py", "system/test_parallel.py", "engine/cpu/test_tensor_parallel.py",
-    "system/test_workers.py", "system/test_death.py", "system/test_prefix.py", "faults/test_migrated.py",
-    "system/test_migration.py", "faults/test_matrix.py", "faults/test_partition.py",
-    "unit/planner/placement/test_solve.py", "system/test_bad_input.py", "faults/test_chaos.py",
-    "unit/router/test_relay_machine.py", "engine/transport/test_transport.py",
-    "engine/transport/test_resharding.py", "unit/benchmarks/test_scripts.py", "system/test_switch_role.py",
-    "system/test_survival.py", "system/test_pair.py", "faults/test_phases.py",
-    "engine/transport/test_corruption.py", "engine/gpu/test_attention.py",
-    "engine/transport/test_pipelined_pull.py", "engine/gpu/test_model_runner.py", "system/test_replan.py",
-    "engine/gpu/test_emulated_device.py", "simulation/test_vllm_storms.py",
-    "system/test_profile.py", "unit/diptych/test_kernel_cache.py", "system/test_serve_plan.py",
-    "system/test_coded_serving.py", "system/test_page.py", "system/test_kv_codecs.py", "system/test_traces.py",
-    "system/test_secrets.py", "system/test_bench.py", "system/test_plan.py", "unit/benchmarks/test_sim_accuracy.py",
-    "system/test_keep_serving.py", "system/test_cluster.py", "system/test_wheel.py", "system/test_compose.py",
-    "system/test_bulk_serving.py", "engine/offload/test_offload_moves.py", "system/batches/test_killed_batches.py",
-    "system/test_emulated_device.py", "system/test_limited_workers.py",
+    "system/test_parallel.py", "engine/cpu/test_coded_attention.py", "engine/cpu/eviction/test_kept_frames.py",
+    "engine/cpu/test_coded_kernels.py", "system/test_coded_serving.py", "system/test_emulated_device.py",
+    "unit/planner/sim/test_same_decisions.py", "engine/gpu/test_emulated_device.py", "system/test_tokens.py",
+    "system/test_cluster.py", "system/test_schema_fuzz.py", "system/test_replan.py", "system/test_profile.py",
+    "system/test_keep_serving.py", "system/test_serve.py", "system/test_death.py",
+    "unit/diptych/test_kernel_cache.py", "system/test_first_start.py", "simulation/test_bulk_storms.py",
+    "faults/test_partition.py", "engine/cpu/eviction/test_rank_coded_eviction.py",
+    "engine/gpu/test_kernel_compile.py", "system/test_workers.py", "system/test_prefix.py",
+    "unit/planner/placement/test_solve.py", "system/batches/test_killed_batches.py",
+    "engine/test_loop_evicted_codes.py", "engine/gpu/test_coded_attention.py", "system/test_vllm_fields.py",
+    "simulation/test_failure_guarantees.py", "system/test_blocked_connections.py",
+    "engine/cpu/test_tensor_parallel.py", "unit/gateway/test_preparer_pool.py", "system/test_compose.py",
+    "engine/offload/test_offload_moves.py", "unit/planner/placement/test_validate.py",
+    "engine/calibration/test_calibrate_command.py", "system/test_bench.py",
+    "simulation/test_overdraft_storms.py", "engine/test_kv_combinations.py",
+    "simulation/test_deferred_storms.py", "system/batches/test_batches_served.py", "unit/test_house_tests.py",
+    "engine/cpu/test_prepared_weights.py", "system/test_simulate.py", "system/test_page.py",
+    "unit/gateway/test_file_checker.py", "system/test_wheel.py", "system/test_plan.py",
+    "system/test_tls_serving.py", "simulation/test_storms.py", "engine/cpu/test_attention.py",
+    "system/test_attainment.py", "unit/test_house.py", "unit/benchmarks/test_kv_quality.py",
+    "unit/engine/test_loop_observed.py", "engine/cpu/test_shared_prefix_attention.py",
+    "system/batches/test_default_folder.py", "system/test_traces.py", "system/test_gateway.py",
+    "engine/gpu/test_coded_runner.py", "system/test_overdraft.py", "unit/dashboard/test_rules.py",
+    "simulation/test_broken_parts.py",
 )  # fmt: skip
 
 

@@ -44,9 +44,9 @@ from benchmarks.load.prompts import PromptTokens
 from benchmarks.load.rounds import no_garbage_collection
 from benchmarks.load.short_form import add_short_form
 from benchmarks.transfer import EMBEDDED, POOL_BYTES
-from kvtransfer.digests import HASH_FUNCTIONS, STREAM_HASHERS
+from kvtransfer.copy_hash import CopyHasher
+from kvtransfer.digests import HASH_FUNCTIONS
 from kvtransfer.stream_copy import copy_bytes_at
-from kvtransfer.transports.shm import PIECE_BYTES
 
 LENGTHS = (128, 256, 512, 1024, 1500, 1900)
 LONG = (1024, 1500, 1900)
@@ -207,18 +207,17 @@ def digests(rounds: int) -> dict[str, Any]:
     """Hashing at the source, and copies with and without hashing, alternating; median CPU seconds of this thread."""
     chunk, chunks = EMBEDDED.chunk_bytes, EMBEDDED.num_chunks(LENGTHS[-1])
     pools = [np.random.default_rng(seed).integers(0, 255, POOL_BYTES, np.uint8) for seed in range(2)]
-    source, target = (pool.data for pool in pools)
+    source = pools[0].data
     far, own = (pool.ctypes.data for pool in pools)
-    slabs = POOL_BYTES // chunk
+    slabs, whole = POOL_BYTES // chunk, np.array([(0, 0, 0, 0, chunk)], np.int64)
+    places = [np.array([(at, chunk)], np.int64) for at in (far, own)]
 
     def copied(first: int, hashed: bool) -> None:
         for slab in range(first, first + chunks):
-            payload = STREAM_HASHERS["xxh3"]()
-            for at in range(slab * chunk, (slab + 1) * chunk, PIECE_BYTES):
-                size = min(PIECE_BYTES, (slab + 1) * chunk - at)
-                copy_bytes_at(own + at, far + at, size)
-                if hashed:
-                    payload.update(target[at : at + size])
+            if hashed:
+                CopyHasher().copy_slab(whole, chunk, places[0], slab, places[1], slab)
+            else:
+                copy_bytes_at(own + slab * chunk, far + slab * chunk, chunk)
 
     def hashed(first: int) -> None:
         for slab in range(first, first + chunks):

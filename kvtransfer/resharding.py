@@ -11,12 +11,14 @@ bytes are copied and hashed in this order, so a chunk has the same payload hash 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from diptych.errors import TransferError
 from kvcache.codecs.codec_id import MAX_ID_CHARS
@@ -120,6 +122,17 @@ class PoolArena:
         """The byte at which a slab begins in the memory of a rank."""
         return self.span.offsets[rank] + (slab - self.span.first) * self.slab_bytes[rank]
 
+    def places(self, bases: Sequence[int]) -> NDArray[np.int64]:
+        """For `kvtransfer.copy_hash`: the address of slab 0 on each rank, and the bytes of a slab; int64 [ranks, 2].
+
+        `bases` are the addresses of the ranks' memories. Slab 0 may be another arena's.
+        """
+        rows = [
+            (base + at - self.span.first * size, size)
+            for base, at, size in zip(bases, self.span.offsets, self.slab_bytes, strict=True)
+        ]
+        return np.array(rows, np.int64)
+
 
 class ShardedPool:
     """The pool of one worker, with the memory of all its ranks. `shards` are in the order of the ranks.
@@ -198,13 +211,29 @@ class ShardedPool:
         return self.memories[page.target][at : at + page.num_bytes]
 
 
+class MoveRun:
+    """Moves that are made one after the other. `rows` has one per row, for `kvtransfer.copy_hash`."""
+
+    def __init__(self, moves: tuple[PageMove, ...]) -> None:
+        self.moves = moves
+        self.rows = np.array([astuple(move) for move in moves], np.int64).reshape(-1, 5)
+        self.num_bytes = sum(move.num_bytes for move in moves)
+
+
 class ArenaMoves:
-    """How chunks of one KV class are copied from a source's pool into the own one."""
+    """How chunks of one KV class are copied from a source's pool into the own one.
+
+    Who copies by addresses keeps here where the slabs of both begin (`PoolArena.places`).
+    """
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
 
     def __init__(self, own_arena: PoolArena, source: PoolArena) -> None:
         self.own_arena, self.source = own_arena, source
-        self.stages = stage_moves(own_arena.layout, source.shards, own_arena.shards)
-        self.layers = layer_moves(own_arena.layout, source.shards, own_arena.shards)
+        shards = source.shards, own_arena.shards
+        self.stages = tuple(map(MoveRun, stage_moves(own_arena.layout, *shards)))
+        self.layers = tuple(map(MoveRun, layer_moves(own_arena.layout, *shards)))
 
 
 class PairedPools:
@@ -242,6 +271,11 @@ class PairedPools:
                 self._moves[span.kv_class] = ArenaMoves(arena, source)
         if not self._moves:
             raise ValueError(f"no KV class is shared: {sorted(theirs)} there")
+
+    @property
+    def all_moves(self) -> list[ArenaMoves]:
+        """Those of all classes."""
+        return list(self._moves.values())
 
     def moves_of(self, far: int, own: int) -> ArenaMoves:
         """The moves for a copy of slab `far` of the source to the own slab.

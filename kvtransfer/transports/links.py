@@ -12,7 +12,7 @@ from typing import Protocol
 from diptych.errors import ConfigError, StaleTicket, TransferError
 from kvcache.layout import Shard
 from kvtransfer.cooperative import CoopPuller, CoopTask, run_to_end
-from kvtransfer.digests import STREAM_HASHERS, PayloadHasher
+from kvtransfer.digests import PayloadHasher
 from kvtransfer.pipelined_pull import SourceConnection
 from kvtransfer.resharding import ArenaSpan, ShardedPool
 from kvtransfer.shared_memory import SharedMemory
@@ -216,7 +216,7 @@ class TransportLinks:
         self._pullers = {name: PULLERS[name](own_pool, algorithm) for name in _check_transports(transports)}
         self._routes: dict[str, MeasuredRoute] = {}
         self._lock = threading.Lock()
-        self.hasher = STREAM_HASHERS[algorithm]
+        self.hasher = shm.COPY_HASHERS[algorithm]
 
     def link_task(
         self, worker: str, incarnation: str, endpoints: Mapping[str, bytes]

@@ -161,7 +161,7 @@ class NixlConnection:
             segment
             for stage in range(max((len(one.stages) for one in moves), default=0))
             for (source, target), one in zip(pairs, moves, strict=True)
-            for segment in self._read_segments(one, source, target, one.stages[stage])
+            for segment in self._read_segments(one, source, target, one.stages[stage].moves)
         )
         yield from self._run_read(segments, stop)
 
@@ -187,8 +187,8 @@ class NixlConnection:
         segments = (
             segment
             for copy, one in zip(copies, moves, strict=True)
-            for layer in one.layers[copy.first : copy.end]
-            for segment in self._read_segments(one, copy.far, copy.own, layer)
+            for run in one.layers[copy.first : copy.end]
+            for segment in self._read_segments(one, copy.far, copy.own, run.moves)
         )
         yield from self._run_read(segments, stop)
         for copy in copies:

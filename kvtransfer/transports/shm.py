@@ -22,17 +22,20 @@ from msgspec import Meta
 from diptych.errors import StaleTicket, TransferError
 from kvcache.layout import Shard
 from kvtransfer.cooperative import RUN_NOW, CoopTask
+from kvtransfer.copy_hash import CopyHasher
 from kvtransfer.digests import STREAM_HASHERS, PayloadHasher
 from kvtransfer.handoff import HandoffAborted
 from kvtransfer.layer_progress import ProgressEntries, view_entries
 from kvtransfer.pipelined_pull import LayerCopy
-from kvtransfer.resharding import ArenaMoves, ArenaSpan, PageMove, PairedPools, ShardedPool
+from kvtransfer.resharding import ArenaMoves, ArenaSpan, MoveRun, PairedPools, ShardedPool
 from kvtransfer.shared_memory import SharedMemory, SharedMemoryAddress, attach_memory
 from kvtransfer.stream_copy import ByteArray, copy_bytes, copy_bytes_at
 from kvtransfer.transports.blocking import BlockingPuller
 
 PROBE_BYTES = 16 << 20
-# Bytes that are copied and then hashed at a time, so that the hash finds some of them still in the caches.
+# How copies are hashed: XXH3 in the copying kernel itself.
+COPY_HASHERS: dict[str, Callable[[], PayloadHasher]] = {**STREAM_HASHERS, "xxh3": CopyHasher}
+# Bytes that are copied and then hashed at a time otherwise, so that the hash finds some of them still in the caches.
 PIECE_BYTES = 512 << 10
 
 
@@ -90,6 +93,9 @@ class ShmConnection:
             own_pool,
             [as_array(memory).ctypes.data for memory in own_pool.memories],
         )
+        for moves in self._pools.all_moves:
+            moves.sources = moves.source.places(self._bases)
+            moves.targets = moves.own_arena.places(self._targets)
 
     def pull_chunks(
         self,
@@ -133,12 +139,15 @@ class ShmConnection:
         moves: ArenaMoves,
         source: int,
         target: int,
-        page_moves: Sequence[PageMove],
+        run: MoveRun,
         payload: PayloadHasher,
     ) -> None:
-        """Copy the moves `page_moves` of one slab in pieces; each piece is hashed in its copy."""
+        """Copy the moves `run` of one slab; each is hashed while it is copied, or in pieces in its copy."""
         memories, bases = self._own_pool.memories, self._targets
-        for move in page_moves:
+        if isinstance(payload, CopyHasher):
+            payload.copy_slab(run.rows, run.num_bytes, moves.sources, source, moves.targets, target)
+            return
+        for move in run.moves:
             far = moves.source.offset_of(source, move.source) + move.far
             own = moves.own_arena.offset_of(target, move.target) + move.own
             there, here, memory = self._bases[move.source], bases[move.target], memories[move.target]
@@ -151,14 +160,14 @@ class ShmConnection:
 class ShmPuller(BlockingPuller):
     """Decode side: copies slabs of linked workers into the `own_pool` pool and hashes the copies.
 
-    `algorithm` is a key of `STREAM_HASHERS`. The lock guards only the table of links, so a link can be dropped during a
+    `algorithm` is a key of `COPY_HASHERS`. The lock guards only the table of links, so a link can be dropped during a
     pull: the pull keeps its mapping alive.
     """
 
     name = "shm"
 
     def __init__(self, own_pool: ShardedPool, algorithm: str = "xxh3") -> None:
-        self._own_pool, self._hash = own_pool, STREAM_HASHERS[algorithm]
+        self._own_pool, self._hash = own_pool, COPY_HASHERS[algorithm]
         self._lock = threading.Lock()
         self._links: dict[str, tuple[str, ShmConnection]] = {}
 

@@ -255,12 +255,12 @@ def test_the_hash_is_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         own[17] ^= 1
 
     memory, own = SharedMemory(SLAB_BYTES), memoryview(bytearray(SLAB_BYTES))
-    puller = shm.ShmPuller(unsharded_pool(LAYOUT, own))
+    puller = shm.ShmPuller(unsharded_pool(LAYOUT, own), "blake3")
     puller.link("p", "i", shm.ShmSource([(split_layout(LAYOUT, 1, 1)[0], memory)], "p").endpoint())
     honest = puller.pull("p", "i", [(0, 0)])
-    assert honest == [HASH_FUNCTIONS["xxh3"](memory.view)] and own == memory.view
+    assert honest == [HASH_FUNCTIONS["blake3"](memory.view)] and own == memory.view
     monkeypatch.setattr(shm, "copy_bytes_at", careless)
-    assert puller.pull("p", "i", [(0, 0)]) == [HASH_FUNCTIONS["xxh3"](own)] != honest
+    assert puller.pull("p", "i", [(0, 0)]) == [HASH_FUNCTIONS["blake3"](own)] != honest
     memory.close()
 
 

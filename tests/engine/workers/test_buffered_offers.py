@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decode_worker.kv_fetcher import KvArrival
@@ -15,9 +16,8 @@ from diptych.request import Tenancy
 from kvcache.device.copies import CopyBatch
 from kvtransfer import ticket as tickets
 from kvtransfer.cooperative import CoopTask
+from kvtransfer.copy_hash import CopyHasher, Numbers
 from kvtransfer.layer_progress import COMPLETE_MARK
-from kvtransfer.stream_copy import copy_bytes_at
-from kvtransfer.transports import shm
 from prefill_worker import buffered_chunks
 from tests.engine.workers.buffered_bench import SLAB, BufferedBench, RecordProperty, StillThread, ask_many
 from tests.engine.workers.worker_bench import KEY, LEASE_S, VOCAB, BenchWorker
@@ -414,13 +414,23 @@ def test_bytes_that_flip_on_their_way_into_the_own_buffer_are_found(
     rng = random.Random(8)
     count, flips, found = 0, 0, 0
 
-    def spoil(target: int, source: int, num_bytes: int) -> None:
+    copy_slab = CopyHasher.copy_slab
+
+    def spoil(
+        hasher: CopyHasher, moves: Numbers, size: int, sources: Numbers, far: int, targets: Numbers, own: int
+    ) -> None:
         nonlocal count, flips
-        copy_bytes_at(target, source, num_bytes)
         count += 1
         if count % 9 == 0:
+            # The source cannot be written here.
+            ((first, stride),) = sources.tolist()
+            read = bytearray(ctypes.string_at(first + far * stride, stride))
+            _, at, _, _, num_bytes = moves[rng.randrange(len(moves))].tolist()
+            read[at + rng.randrange(num_bytes)] ^= 1
             flips += 1
-            ctypes.c_uint8.from_address(target + rng.randrange(num_bytes)).value ^= 1
+            here = np.frombuffer(read, np.uint8).ctypes.data - far * stride
+            sources = np.array([(here, stride)], np.int64)
+        copy_slab(hasher, moves, size, sources, far, targets, own)
 
     matches = KvArrival.matches_chunk
 
@@ -431,7 +441,7 @@ def test_bytes_that_flip_on_their_way_into_the_own_buffer_are_found(
         return answer
 
     monkeypatch.setattr(KvArrival, "matches_chunk", count_found)
-    monkeypatch.setattr(shm, "copy_bytes_at", spoil)
+    monkeypatch.setattr(CopyHasher, "copy_slab", spoil)
     bench = BufferedBench(lateness=seeded_lateness(8))
     for _ in range(6):
         ask_many(bench, rng, 3)

@@ -175,7 +175,7 @@ def test_chunks_move_between_the_arenas_of_their_class(here: tuple[int, int], th
     for source, target in ((6, 1), (0, 5)):
         moves = pools.moves_of(source, target)
         before = {slab: own.hash_slab(slab, "xxh3") for slab in range(6)}
-        for move in (move for stage in moves.stages for move in stage):
+        for move in (move for run in moves.stages for move in run.moves):
             at = moves.source.offset_of(source, move.source) + move.far
             to = moves.own_arena.offset_of(target, move.target) + move.own
             own.memories[move.target][to : to + move.num_bytes] = far.memories[move.source][

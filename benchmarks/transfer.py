@@ -10,6 +10,8 @@
 `digest_share`    of the time of a hand-off over shared memory, the part that goes into hashing: one minus the time of
                   the same hand-off with a hash that reads nothing / its time; the largest over all cases. At the
                   source every byte is hashed once more, while it is computed.
+`first_touch`     time of a hand-off over shared memory into slabs that a worker has populated (`worker.prefault`) and
+                  nobody has used / into the same slabs later.
 `transfer_share`  seconds of KV transfer / seconds end to end, summed over requests of 512 prompt and 64 output tokens
                   to a deployment that this starts; null, with the reason, when it does not start.
 
@@ -171,7 +173,7 @@ class Pair:
         self.endpoint = bytes.fromhex(self._line())
         self.own = case.memories(case.there)
         for _, memory in self.own:
-            np.frombuffer(memory.view, np.uint8)[:] = 1  # every page is there before the first round
+            memory.populate_pages(0, memory.num_bytes)  # every page is there before the first round
         self.links = TransportLinks([transport], case.parts(self.own))
         self.route = self.links.link_worker("source", "life", {transport: self.endpoint})
 
@@ -316,6 +318,20 @@ def digest_share(case: Case, rounds: int) -> float:
         pair.close()
 
 
+def first_touch(case: Case, pairs: int = 3) -> float:
+    """The first hand-offs into all slabs of fresh pools, beside the second ones."""
+    ratios = []
+    for _ in range(pairs):
+        pair = Pair(case, "shm")
+        try:
+            passes = [[pair.fetch() for _ in range(case.num_slabs // case.chunks)] for _ in range(2)]
+        finally:
+            pair.close()
+        first, later = (statistics.median(times) for times in passes)
+        ratios.append(first / later)
+    return round(statistics.median(ratios), 3)
+
+
 def transfer_share(requests: int = 12) -> dict[str, Any]:
     """Start a deployment of the embedded model, drive it, and read the two sums from its metrics.
 
@@ -395,6 +411,7 @@ def main() -> None:
         "split_ratio": min(case["ratio"] for case in split),
         "nixl_ratio": min(case["ratio"] for case in wire),
         "digest_share": max(digest_share(case, args.rounds) for case in CASES),
+        "first_touch": first_touch(CASES[0]),
         "shm": memory,
         "split": split,
         "nixl": wire,

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def compiler_command() -> list[str]:
     """The command of a child process that reads a `RankSpec` from its standard input and compiles its kernels."""
-    return [sys.executable, "-m", "worker.precompile", "eviction"]
+    return [sys.executable, "-m", "worker.precompile", "eviction", str(os.getpid())]
 
 
 class EvictionKernels:

@@ -1,22 +1,26 @@
-"""`python -m worker.precompile [eviction]`: compiles CPU kernels, so that workers only load them.
+"""`python -m worker.precompile [eviction [PARENT]]`: compiles CPU kernels, so that workers only load them.
 
 Without an argument: the kernels that a default start loads, for the embedded model. `make install` ends with it. Other
 models use the same kernels, except for those that depend on the head dimension or the weights' dtype. A worker compiles
 what is still missing when it warms up (`diptych.kernels.cache`).
 
-`eviction`: the kernels with which one kind of worker evicts KV. Standard input has its `RankSpec`. Workers start this
-once they serve (`worker.eviction_kernels`).
+`eviction [PARENT]`: the kernels with which one kind of worker evicts KV. Standard input has its `RankSpec`. Workers
+start this once they serve (`worker.eviction_kernels`); PARENT is the worker's process id.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
-from diptych.process import configure_process
+from diptych.process import EXIT_FATAL, configure_process
 from engine.torch_import import import_torch
 
 if __name__ == "__main__" and len(sys.argv) > 1:
     configure_process()
+    # At the lowest priority this may run for the first time when the worker is gone.
+    if len(sys.argv) > 2 and sys.argv[2] != str(os.getppid()):
+        sys.exit(EXIT_FATAL)
     import_torch()
 
 from dataclasses import replace
@@ -99,8 +103,8 @@ def precompile_evictions(spec: RankSpec) -> None:
     ).warm(evict=True)  # fmt: skip
 
 
-def main(what: str = "") -> None:
-    """The program: compile the kernels of a default start, or those of `what`."""
+def main(what: str = "", parent: str = "") -> None:
+    """The program: compile the kernels of a default start, or those of `what`, for the process `parent`."""
     if not what:
         return precompile_kernels()
     if what != "eviction":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from diptych.kernels import cache
 from diptych.messages import Failed
+from diptych.process import EXIT_FATAL
 from diptych.specs import WorkerSpec
 from engine.cpu.model_runner import CpuModelRunner
 from engine.model.checkpoint import Checkpoint
@@ -23,7 +25,7 @@ from tests.engine.cpu.eviction.evicted_runs import FOLDER, SETUP
 from tests.engine.evicting_engine import EvictingEngine, answers
 from worker import eviction_kernels
 from worker.build_cpu import _leader_spec
-from worker.eviction_kernels import EvictionKernels
+from worker.eviction_kernels import EvictionKernels, compiler_command
 from worker.precompile import precompile_evictions
 from worker.ranks import RankSpec
 from worker.resolve_model import resolve_model
@@ -240,3 +242,9 @@ def test_what_is_compiled_beside_a_worker_is_all_that_it_needs(
         kernel.signatures and len(set(kernel.signatures) - known) <= 1
         for kernel, known in zip(kernels, before, strict=True)
     )
+
+
+def test_a_compiler_whose_worker_is_gone_before_it_runs_ends() -> None:
+    *command, worker = compiler_command()
+    assert worker == str(os.getpid())
+    assert subprocess.run([*command, "1"], stdin=subprocess.DEVNULL, check=False).returncode == EXIT_FATAL

@@ -366,6 +366,14 @@ class CopyHasher:
 NOWHERE = np.zeros((0, 2), np.int64)
 
 
+def load_kernels() -> None:
+    """Load the kernels, or compile those that are not stored, so that no pull waits for that."""
+    hasher = CopyHasher()
+    # Fewer bytes would be hashed by the library.
+    hasher.update(bytes(MAX_SHORT_BYTES + 1))
+    hasher.digest()
+
+
 def _address(places: Numbers, row: int, slab: int) -> int:
     """Where a slab begins."""
     first, stride = places[row].tolist()

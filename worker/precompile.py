@@ -41,7 +41,7 @@ from engine.sampling.sampler import Sampler
 from kvcache.codecs.calibration import Calibration, read_calibration
 from kvcache.layout import KvLayout
 from kvcache.pool import KvPool
-from kvtransfer.copy_hash import CopyHasher
+from kvtransfer.copy_hash import load_kernels
 from kvtransfer.stream_copy import LINE_BYTES, copy_bytes_at
 from worker.ranks import RankSpec
 
@@ -65,8 +65,7 @@ def precompile_kernels() -> None:
     # Lines that are not aligned would be copied by memmove, not by the kernel.
     aligned = -room.ctypes.data % LINE_BYTES
     copy_bytes_at(room.ctypes.data + aligned, room.ctypes.data + aligned + LINE_BYTES, LINE_BYTES)
-    # Fewer bytes would be hashed by a library.
-    CopyHasher().update(bytes(4 * LINE_BYTES))
+    load_kernels()
 
 
 class _RandomWeights(WeightReader):

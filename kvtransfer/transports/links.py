@@ -12,6 +12,7 @@ from typing import Protocol
 from diptych.errors import ConfigError, StaleTicket, TransferError
 from kvcache.layout import Shard
 from kvtransfer.cooperative import CoopPuller, CoopTask, run_to_end
+from kvtransfer.copy_hash import CopyHasher, load_kernels
 from kvtransfer.digests import PayloadHasher
 from kvtransfer.pipelined_pull import SourceConnection
 from kvtransfer.resharding import ArenaSpan, ShardedPool
@@ -228,6 +229,8 @@ class TransportLinks:
             TransferError: no transport works; `why` gives the reason for each.
         """
         self.unlink_worker(worker)
+        if self.hasher is CopyHasher:
+            load_kernels()
         why, closed = [], ""
         for name, puller in self._pullers.items():
             if name not in endpoints:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +83,24 @@ def test_slabs_of_several_ranks_are_found_by_their_places() -> None:
     whole = np.concatenate([first[:512], second, first[512:]])
     assert (target[2] == whole).all() and not target[[0, 1, 3]].any()
     assert hasher.digest() == xxhash.xxh3_128_digest(whole.tobytes())
+
+
+def test_loading_loads_what_copies_and_digests_run(tmp_path: Path) -> None:
+    code = """
+import numpy as np
+from kvtransfer import copy_hash
+from diptych.kernels.cache import is_stored
+kernels = copy_hash._run_moves, copy_hash._end_hash
+copy_hash.load_kernels()
+assert all(map(is_stored, kernels))
+room, hasher = np.zeros((2, 512), np.uint8), copy_hash.CopyHasher()
+places = [np.array([(row.ctypes.data, 512)], np.int64) for row in room]
+hasher.copy_slab(np.array([(0, 0, 0, 0, 512)], np.int64), 512, places[0], 0, places[1], 0)
+hasher.digest()
+assert [len(kernel.signatures) for kernel in kernels] == [1, 1]
+"""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, timeout=120)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

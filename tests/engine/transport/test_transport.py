@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 
 from diptych.errors import ConfigError, OutOfSlabs, StaleTicket, TransferError
 from kvcache.layout import split_layout
+from kvtransfer import copy_hash
 from kvtransfer.digests import HASH_FUNCTIONS, ChunkDigester
 from kvtransfer.handoff import (
     CommitSlabs,
@@ -94,6 +96,22 @@ def test_slabs_arrive_wherever_they_lay(transport: str, living: Callable[[str], 
             assert decoder.spread.read(own) == content(seed, slab)
         decoder.finish(ticket)
     assert decoder.pool.used == 0
+    decoder.links.close()
+
+
+def test_a_link_has_loaded_the_kernels_of_its_pulls(
+    living: Callable[[str], RemoteSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, decoder, ran = living("shm"), DecodeSide("shm"), set[str]()
+
+    def run(name: str, kernel: Callable[..., None], *args: Any) -> None:
+        ran.add(name)
+        kernel(*args)
+
+    for name in ("_run_moves", "_end_hash"):
+        monkeypatch.setattr(copy_hash, name, partial(run, name, getattr(copy_hash, name)))
+    decoder.links.link_worker(WORKER, source.incarnation, source.endpoints)
+    assert ran == {"_run_moves", "_end_hash"}
     decoder.links.close()
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from router.routing.eviction_estimate import segment_tokens
 from router.routing.load_ledger import LoadLedger
 from router.routing.pairs import Pair, PairList, pair_list
 from router.routing.prefix_index import ChunkNames, PrefixIndex
-from router.routing.tier_savings import saved_s
+from router.routing.tier_savings import StoredChunks, stored_chunks
 from router.workers.fleet import Fleet
 from router.workers.kv_classes import can_evict, decided_class, holds_class, pool_size, share_class
 from router.workers.worker_state import WorkerState
@@ -50,6 +51,7 @@ MAX_SPEED_RATIO = 2.0
 # A decode worker that has the whole prefix may run this many more requests than the least busy worker: AFFINITY, plus
 # the share AFFINITY_PART of the least busy worker's requests. With a part of the prefix it is proportionally less.
 AFFINITY, AFFINITY_PART = 2.0, 0.25
+MissingKv = tuple[int, StoredChunks]
 # Reasons for prefill on a decode worker: no prefill worker can do it, or the decode worker is predicted to be faster.
 NO_PREFILL, NO_LINK, SOONER = "no_prefill_worker", "no_link", "sooner"
 
@@ -136,18 +138,13 @@ class RoutingView:
         token_rate = stats.prefill_tokens_per_s
         if not (token_rate and stats.tiers):
             return shared
-        spared_s = self.saved_s(worker, need, CHUNK_TOKENS / token_rate)
+        spared_s = self.stored_chunks(worker, need).saved_s(CHUNK_TOKENS / token_rate)
         return min(shared + int(spared_s * token_rate), max(0, need.prompt_tokens - 1))
 
-    def saved_s(self, worker: str, need: RoutingNeed, chunk_s: float) -> float:
-        """Predicted seconds that a worker saves by reading chunks back from the tiers below its pool, if each takes
-        `chunk_s` otherwise.
-        """
+    def stored_chunks(self, worker: str, need: RoutingNeed) -> StoredChunks:
+        """What a worker is assumed to lack, and to be able to read back from the tiers below its pool."""
         worker_state, (chunks, kv_class) = self.fleet.workers[worker], self._usable_chunks(worker, need)
-        if not chunks:
-            return 0.0
-        known = self.index.count_shared(worker, chunks, kv_class)
-        return saved_s(worker_state, self.index, chunks, kv_class, known, chunk_s)
+        return stored_chunks(worker_state, self.index, chunks, kv_class)
 
     def _usable_chunks(self, worker: str, need: RoutingNeed) -> tuple[ChunkNames, str]:
         """The chunks of a prompt that the worker can use where they are stored, and their class of KV there."""
@@ -253,10 +250,11 @@ def choose_pair(need: RoutingNeed, view: RoutingView, among: Iterable[Pair]) -> 
     # No transfer takes less than no time: what is worse than the best even then is never the best.
     least_s = [prefill_s[source or target] + decode_s[target] for source, target in pairs]
     best: RankedPair | None = None
+    missing_of = cache(partial(_missing_kv, need=need, view=view))
     for bound_s, (source, target) in sorted(zip(least_s, pairs, strict=True), key=itemgetter(0)):
         if best is not None and bound_s > best.wait_s:
             break
-        moved_s = transfer_s(source, target, need, view) if source else 0.0
+        moved_s = _link_s(source, target, need, view, missing_of(target)) if source else 0.0
         wait_s = prefill_s[source or target] + moved_s + decode_s[target]
         ranked = RankedPair(wait_s, source or "", target)
         best = ranked if best is None else min(best, ranked)
@@ -288,21 +286,24 @@ def choose_decode(
     return min(targets)[1] if targets else None
 
 
-def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -> float:
-    """Predicted seconds to transfer the KV that `target` is not assumed to have cached, over the link from `source`.
-
-    What the host of `target` stores below the pools is read back where that is sooner.
-    """
-    worker_state = view.fleet.workers[target]
-    link = worker_state.links[source]
+def _missing_kv(target: str, need: RoutingNeed, view: RoutingView) -> MissingKv:
+    """How many chunks `target` lacks, and what it may read back of them: the same whichever link they come over."""
     tokens = need.prompt_tokens if need.handed_tokens is None else need.handed_tokens
     chunks = -(-max(0, tokens - view.shared_room(target, need)) // CHUNK_TOKENS)
+    return chunks, view.stored_chunks(target, need)
+
+
+def transfer_s(source: str, target: str, need: RoutingNeed, view: RoutingView) -> float:
+    """Predicted seconds until `target` has the KV that it is not assumed to have, over the link from `source`."""
+    return _link_s(source, target, need, view, _missing_kv(target, need, view))
+
+
+def _link_s(source: str, target: str, need: RoutingNeed, view: RoutingView, missing: MissingKv) -> float:
+    link, (chunks, stored) = view.fleet.workers[target].links[source], missing
     chunk_bytes = pool_size(view.fleet.workers[source].hello, need.kv_class).chunk_bytes
     chunk_s = chunk_bytes / (max(link.gb_per_s, 1e-3) * 1e9)
     moved_s = chunks * chunk_s
-    if chunks and worker_state.stats.tiers:
-        moved_s -= min(view.saved_s(target, need, chunk_s), moved_s)
-    return link.latency_us * 1e-6 + moved_s
+    return link.latency_us * 1e-6 + (moved_s - min(stored.saved_s(chunk_s), moved_s))
 
 
 def _can_serve(worker_state: WorkerState, need: RoutingNeed) -> bool:

@@ -7,7 +7,10 @@ is decided by its own function (`diptych.stats.tier_rates.choose_restore`).
 
 from __future__ import annotations
 
-from diptych.stats.tier_rates import choose_restore, reported_rates
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from diptych.stats.tier_rates import TierRate, choose_restore, reported_rates
 from router.routing.prefix_index import ChunkNames, PrefixIndex
 from router.workers.fleet import Fleet
 from router.workers.kv_classes import pool_size
@@ -39,28 +42,34 @@ def forget_lost_tiers(index: PrefixIndex, fleet: Fleet) -> None:
             index.forget_worker(name)
 
 
-def saved_s(
-    worker_state: WorkerState,
-    index: PrefixIndex,
-    chunks: ChunkNames,
-    kv_class: str,
-    known: int,
-    chunk_s: float,
-) -> float:
-    """The seconds that a worker saves by reading leading chunks back that it lacks.
-
-    Args:
-        worker_state: the worker.
-        index: what workers and hosts are assumed to have.
-        chunks: the names of the chunks of a prompt.
-        kv_class: the class of KV at this worker.
-        known: how many of the leading chunks it has in its pool.
-        chunk_s: the seconds that a chunk takes otherwise: to compute it, or to pull it.
+class StoredChunks(NamedTuple):
+    """The leading chunks of a prompt that a worker lacks and its host stores, by tier; how fast these are read, and the
+    bytes of a chunk.
     """
-    runs, at, rates = list[tuple[str, int]](), known, reported_rates(worker_state.stats.tiers)
+
+    runs: list[tuple[str, int]]
+    rates: Mapping[str, TierRate]
+    chunk_bytes: int
+
+    def saved_s(self, chunk_s: float) -> float:
+        """The seconds that the worker saves by reading some of them back, if each takes `chunk_s` otherwise: to compute
+        it, or to pull it.
+        """
+        return choose_restore(self.runs, self.chunk_bytes, self.rates, chunk_s).saved_s if self.runs else 0.0
+
+
+def stored_chunks(
+    worker_state: WorkerState, index: PrefixIndex, chunks: ChunkNames, kv_class: str
+) -> StoredChunks:
+    """What the host of a worker stores of the chunks of a prompt behind the first ones, which its pool has.
+
+    `kv_class` is the class of KV at this worker, `index` what workers and hosts are assumed to have.
+    """
+    runs, rates = list[tuple[str, int]](), reported_rates(worker_state.stats.tiers)
+    at = index.count_shared(worker_state.name, chunks, kv_class) if rates else 0
     for tier in rates:
         end = index.count_shared(tier_name(worker_state.hello.host, tier), chunks, kv_class)
         if end > at:
             runs.append((tier, end - at))
             at = end
-    return choose_restore(runs, pool_size(worker_state.hello, kv_class).chunk_bytes, rates, chunk_s).saved_s
+    return StoredChunks(runs, rates, pool_size(worker_state.hello, kv_class).chunk_bytes)

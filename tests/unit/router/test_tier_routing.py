@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,7 +12,7 @@ from diptych.chunks import CHUNK_TOKENS
 from diptych.messages import Heartbeat, WorkerStats
 from diptych.stats.tiers import TierStats
 from router.routing.load_ledger import LoadLedger
-from router.routing.policy import RoutingNeed, RoutingView, transfer_s
+from router.routing.policy import RoutingNeed, RoutingView, choose_pair, find_pairs, transfer_s
 from router.routing.prefix_index import PrefixIndex
 from router.routing.tier_savings import forget_lost_tiers, tier_bytes, tier_name
 from tests.unit.router.fleet_views import fleet_of
@@ -130,3 +133,22 @@ def test_what_a_host_stored_is_forgotten_with_its_last_worker() -> None:
     del view.fleet.workers[WORKERS[2]]
     forget_lost_tiers(view.index, view.fleet)
     assert view.index.holders() == ["prefill-1"], "the caches of workers are forgotten by their own names"
+
+
+def test_what_a_host_stores_is_looked_up_once_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many links lead to it: a decision with many pairs takes no longer for that."""
+    sources = [f"prefill-{number}" for number in range(8)]
+    fleet = fleet_of(*sources, "decode-0", links={(source, "decode-0"): 0.01 for source in sources})
+    stats = WorkerStats(slabs_total=8, tiers=TIERS, prefill_tokens_per_s=PREFILL_RATE)
+    fleet.on_message("decode-0", Heartbeat("decode-0", "decode-0/1", stats), 0.0)
+    view = RoutingView(fleet, LoadLedger(), True, index=PrefixIndex())
+    need, asked, count = need_of(view, 10), Counter[str](), PrefixIndex.count_shared
+
+    def count_shared(index: PrefixIndex, worker: str, *rest: Any) -> int:
+        asked[worker] += 1
+        return count(index, worker, *rest)
+
+    monkeypatch.setattr(PrefixIndex, "count_shared", count_shared)
+    assert choose_pair(need, view, find_pairs(need, view)) is not None
+    host = fleet.workers["decode-0"].hello.host
+    assert [asked[tier_name(host, tier)] for tier in TIERS] == [1, 1]

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -33,8 +34,8 @@ from kvcache.arenas import KvArenas
 MAX_RESTORE_SHARE = 0.5
 # For how long a look-up, and reading what was expected to be read at once, may take at least and at most, in seconds.
 MIN_WAIT_S, MAX_LOOK_UP_S = 0.02, 0.05
-# The rate of pulls is measured by those of at least so many chunks. If none was measured for so many seconds, all is
-# pulled until one is.
+# The rate of pulls is measured by those of at least so many chunks. Until then, all is pulled; if it was not measured
+# for so many seconds, one request is.
 MIN_PULL_CHUNKS, PULL_PROBE_S = 4, 10.0
 # Bytes of KV that are pulled per second; the first pulls measure it.
 FIRST_PULL_RATE = 1e9
@@ -192,8 +193,8 @@ class PrefixRestores:
         self.kv, self.reader, self._chunk_bytes = kv, reader, chunk_bytes
         self._prefill_rate, self._note_taken = prefill_rate, note_taken
         self._pull_rate = MeasuredRate(FIRST_PULL_RATE)
-        # When it was measured last, in clock seconds.
-        self._pull_measured_s = float("-inf")
+        # When it was measured last, or began to be measured again, in clock seconds.
+        self._pull_measured_s = -inf
         # Restores that are looked up or read, by the address of the first chunk that the pool lacked, and by whether it
         # is pulled otherwise.
         self._open: dict[tuple[bytes, bool], PrefixRestore] = {}
@@ -238,10 +239,14 @@ class PrefixRestores:
     def begin_pull(self, seq: Sequence, keys: list[bytes], now_s: float) -> None:
         """The KV of `seq` is about to be pulled: look for those of the chunks `keys` that the pool lacks.
 
-        All is pulled while no recent pull tells how long that takes, or where no tier is as fast.
+        All is pulled until a pull tells how long that takes, and where no tier is as fast. If that was long ago, this
+        one is pulled to tell it again. Others do not join it meanwhile: where pulls are slow, it takes long.
         """
         known = self.kv.arena_of(seq.kv_class).count_cached(keys)
-        if known == len(keys) or now_s - self._pull_measured_s > PULL_PROBE_S:
+        if known == len(keys) or self._pull_measured_s == -inf:
+            return
+        if now_s - self._pull_measured_s > PULL_PROBE_S and len(keys) - known >= MIN_PULL_CHUNKS:
+            self._pull_measured_s = now_s
             return
         size = self._size_of(seq.kv_class)
         chunk_s = size / self._pull_rate.value

@@ -354,9 +354,13 @@ def test_nothing_is_looked_up_for_a_prefix_that_is_here() -> None:
 def begin_pull(bench: Bench, pulled_bytes_per_s: float, now_s: float = 0.0, chunks: int = 8) -> Sequence:
     """A request whose KV would be pulled, after pulls that were measured at 0 s."""
     bench.restores.note_pull("raw", chunks, chunks * 1000 / pulled_bytes_per_s, 0.0)
+    return ask_pull(bench, now_s)
+
+
+def ask_pull(bench: Bench, now_s: float, chunks: int = 8) -> Sequence:
     seq = Sequence("a", 0, PROMPT, SamplingParams(max_tokens=4, seed=0), math.inf, root=ROOT, arrived_s=now_s)
     seq.update_keys()
-    bench.restores.begin_pull(seq, seq.keys, now_s)
+    bench.restores.begin_pull(seq, seq.keys[:chunks], now_s)
     return seq
 
 
@@ -379,6 +383,23 @@ def test_all_is_pulled_until_pulls_were_measured_lately() -> None:
     assert is_ready(begin_pull(bench, 1e5, now_s=10.5)), "a link that was slow may be fast again"
     assert not bench.reader.found
     assert not is_ready(begin_pull(bench, 1e5, now_s=9.5))
+
+
+def test_one_request_at_a_time_measures_pulls_again() -> None:
+    """Where pulls are slow it is on its way for long, and all others would join it."""
+    bench = Bench()
+    assert is_ready(begin_pull(bench, 1e5, now_s=10.5))
+    for now_s, waits in ((10.6, True), (20.4, True), (20.6, False), (20.7, True)):
+        assert is_ready(ask_pull(bench, now_s)) is not waits
+        bench.restores.stop()
+
+
+def test_few_chunks_do_not_measure_pulls_again() -> None:
+    bench = Bench()
+    bench.restores.note_pull("raw", 8, 0.8, 0.0)
+    assert not is_ready(ask_pull(bench, 10.5, chunks=3))
+    bench.restores.stop()
+    assert is_ready(ask_pull(bench, 10.6))
 
 
 def test_where_no_tier_is_as_fast_as_pulls_nothing_is_looked_up() -> None:

@@ -34,9 +34,9 @@ from kvcache.arenas import KvArenas
 MAX_RESTORE_SHARE = 0.5
 # For how long a look-up, and reading what was expected to be read at once, may take at least and at most, in seconds.
 MIN_WAIT_S, MAX_LOOK_UP_S = 0.02, 0.05
-# The rate of pulls is measured by those of at least so many chunks. Until then, all is pulled; if it was not measured
-# for so many seconds, one request is.
-MIN_PULL_CHUNKS, PULL_PROBE_S = 4, 10.0
+# The rate of pulls is measured by those of at least so many chunks. Until then, all is pulled. If it was not measured
+# for so many seconds, in which so many requests were not pulled, one is.
+MIN_PULL_CHUNKS, PULL_PROBE_S, MAX_UNMEASURED = 4, 10.0, 4
 # Bytes of KV that are pulled per second; the first pulls measure it.
 FIRST_PULL_RATE = 1e9
 
@@ -195,6 +195,8 @@ class PrefixRestores:
         self._pull_rate = MeasuredRate(FIRST_PULL_RATE)
         # When it was measured last, or began to be measured again, in clock seconds.
         self._pull_measured_s = -inf
+        # Requests since then that looked for their chunks first.
+        self._num_unmeasured = 0
         # Restores that are looked up or read, by the address of the first chunk that the pool lacked, and by whether it
         # is pulled otherwise.
         self._open: dict[tuple[bytes, bool], PrefixRestore] = {}
@@ -245,19 +247,21 @@ class PrefixRestores:
         known = self.kv.arena_of(seq.kv_class).count_cached(keys)
         if known == len(keys) or self._pull_measured_s == -inf:
             return
-        if now_s - self._pull_measured_s > PULL_PROBE_S and len(keys) - known >= MIN_PULL_CHUNKS:
-            self._pull_measured_s = now_s
+        is_old = now_s - self._pull_measured_s > PULL_PROBE_S and self._num_unmeasured >= MAX_UNMEASURED
+        if is_old and len(keys) - known >= MIN_PULL_CHUNKS:
+            self._pull_measured_s, self._num_unmeasured = now_s, 0
             return
         size = self._size_of(seq.kv_class)
         chunk_s = size / self._pull_rate.value
         if self._may_save(len(keys) - known, size, chunk_s):
+            self._num_unmeasured += 1
             self._wait_for(seq, keys, known, chunk_s, True, now_s)
 
     def note_pull(self, kv_class: str, num_chunks: int, seconds: float, now_s: float) -> None:
         """So many chunks of a class were pulled and verified in so many seconds."""
         if num_chunks >= MIN_PULL_CHUNKS:
             self._pull_rate.add_sample(num_chunks * self._size_of(kv_class), seconds)
-            self._pull_measured_s = now_s
+            self._pull_measured_s, self._num_unmeasured = now_s, 0
 
     def _may_save(self, num_chunks: int, size: int, chunk_s: float) -> bool:
         """Whether chunks may come sooner from the fastest tier, even if that was measured as slow: it may be fast

@@ -348,9 +348,6 @@ def test_nothing_is_looked_up_for_a_prefix_that_is_here() -> None:
     assert is_ready(seq) and seq.restore is None and not bench.is_busy()
 
 
-# ---- before a pull
-
-
 def begin_pull(bench: Bench, pulled_bytes_per_s: float, now_s: float = 0.0, chunks: int = 8) -> Sequence:
     """A request whose KV would be pulled, after pulls that were measured at 0 s."""
     bench.restores.note_pull("raw", chunks, chunks * 1000 / pulled_bytes_per_s, 0.0)
@@ -377,29 +374,34 @@ def test_what_a_tier_has_sooner_than_a_pull_is_not_pulled() -> None:
     assert bench.kv.count_cached(KEYS) == 5, "the others are pulled"
 
 
-def test_all_is_pulled_until_pulls_were_measured_lately() -> None:
+def waits(bench: Bench, now_s: float, chunks: int = 8) -> bool:
+    """Whether a request looks for its chunks before they are pulled; its search ends at once."""
+    found = not is_ready(ask_pull(bench, now_s, chunks))
+    bench.restores.stop()
+    return found
+
+
+def test_all_is_pulled_until_pulls_were_measured() -> None:
     bench = Bench()
     assert is_ready(begin_pull(bench, 1e5, chunks=3)), "latencies hide how fast few chunks are pulled"
-    assert is_ready(begin_pull(bench, 1e5, now_s=10.5)), "a link that was slow may be fast again"
     assert not bench.reader.found
-    assert not is_ready(begin_pull(bench, 1e5, now_s=9.5))
+    assert not is_ready(begin_pull(bench, 1e5))
 
 
 def test_one_request_at_a_time_measures_pulls_again() -> None:
-    """Where pulls are slow it is on its way for long, and all others would join it."""
     bench = Bench()
-    assert is_ready(begin_pull(bench, 1e5, now_s=10.5))
-    for now_s, waits in ((10.6, True), (20.4, True), (20.6, False), (20.7, True)):
-        assert is_ready(ask_pull(bench, now_s)) is not waits
-        bench.restores.stop()
+    begin_pull(bench, 1e5)
+    assert [waits(bench, now_s) for now_s in (1, 2, 3, 9.9)] == [True] * 4
+    assert not waits(bench, 10.1), "a link that was slow may be fast again"
+    assert [waits(bench, now_s) for now_s in (10.2, 20.0, 20.1, 20.2, 20.3)] == [True] * 4 + [False]
+    assert [waits(bench, 60.0 * n) for n in range(1, 11)] == 2 * [True, True, True, True, False]
 
 
 def test_few_chunks_do_not_measure_pulls_again() -> None:
     bench = Bench()
     bench.restores.note_pull("raw", 8, 0.8, 0.0)
-    assert not is_ready(ask_pull(bench, 10.5, chunks=3))
-    bench.restores.stop()
-    assert is_ready(ask_pull(bench, 10.6))
+    assert all(waits(bench, 10.5, chunks=3) for _ in range(9))
+    assert not waits(bench, 10.6)
 
 
 def test_where_no_tier_is_as_fast_as_pulls_nothing_is_looked_up() -> None:

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from diptych.kernels.cache import cached
+from kvtransfer.stream_copy import store_fence
 
 STRIPE_BYTES, BLOCK_STRIPES = 64, 16
 # The longest input that XXH3 hashes otherwise.
@@ -106,43 +107,23 @@ def _build_stripes(builder: Any, args: Any, store_align: int) -> None:
 SIGNATURE = types.void(types.intp, types.intp, types.intp, types.intp, types.intp)
 
 
-def _hash_stripes_code(context: Any, sums: Any, source: Any, target: Any, count: Any, secret: Any) -> Any:
-    """Numba intrinsic: add at least one stripe to the sums."""
+def _stripes_intrinsic(store_align: int) -> Any:
+    """The numba intrinsic (sums, source, target, count, secret) with the code of `_build_stripes`, for one stripe or
+    more.
+    """
 
-    def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _build_stripes(builder, args, 0)
-        return backend.get_dummy_value()
+    def stripes(context: Any, sums: Any, source: Any, target: Any, count: Any, secret: Any) -> Any:
+        def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _build_stripes(builder, args, store_align)
+            return backend.get_dummy_value()
 
-    return SIGNATURE, code
+        return SIGNATURE, code
 
-
-_hash_stripes: Any = intrinsic(_hash_stripes_code)
-
-
-def _copy_stripes_code(context: Any, sums: Any, source: Any, target: Any, count: Any, secret: Any) -> Any:
-    """Numba intrinsic: as `_hash_stripes`, and copy them to any address."""
-
-    def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _build_stripes(builder, args, 1)
-        return backend.get_dummy_value()
-
-    return SIGNATURE, code
+    return intrinsic(stripes)
 
 
-_copy_stripes: Any = intrinsic(_copy_stripes_code)
-
-
-def _stream_stripes_code(context: Any, sums: Any, source: Any, target: Any, count: Any, secret: Any) -> Any:
-    """Numba intrinsic: as `_copy_stripes`, to an aligned address, past the cache."""
-
-    def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _build_stripes(builder, args, STRIPE_BYTES)
-        return backend.get_dummy_value()
-
-    return SIGNATURE, code
-
-
-_stream_stripes: Any = intrinsic(_stream_stripes_code)
+# They only hash, copy to any address, and copy to an aligned address past the cache.
+_hash_stripes, _copy_stripes, _stream_stripes = map(_stripes_intrinsic, (0, 1, STRIPE_BYTES))
 
 
 def _scramble_sums_code(context: Any, sums: Any, secret: Any) -> Any:
@@ -205,19 +186,6 @@ def _fold_product_code(context: Any, sums: Any, secret: Any) -> Any:
 _fold_product: Any = intrinsic(_fold_product_code)
 
 
-def _fence_stores_code(context: Any) -> Any:
-    """Numba intrinsic: make all non-temporal stores before it visible to other threads."""
-
-    def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return backend.get_dummy_value()
-
-    return types.void(), code
-
-
-_fence_stores: Any = intrinsic(_fence_stores_code)
-
-
 # The state of a hash is `sums`, uint64 [8]; `held`, uint8 [2 * 64]: the stripe before the held bytes, and these; and
 # `counts`, int64 [2]: how many bytes are held, and the stripes of the current block. `secret` is uint8 [192]. The other
 # arguments are those of `CopyHasher.copy_slab`.
@@ -269,7 +237,7 @@ def _copy_and_hash(
         if copies:
             _move_bytes(target + STRIPE_BYTES * whole, pending, size - STRIPE_BYTES * whole)
         counts[0] = size - STRIPE_BYTES * whole
-    _fence_stores()
+    store_fence()  # type: ignore[call-arg]
 
 
 _run_moves: Callable[..., None] = cached(_copy_and_hash)

@@ -43,7 +43,7 @@ def _move_line(context: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic
-def _store_fence(context: Any) -> Any:
+def store_fence(context: Any) -> Any:
     """Numba intrinsic: make all non-temporal stores before it visible to other threads."""
 
     def code(backend: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -57,7 +57,7 @@ def _move_lines(target: int, source: int, num_bytes: int) -> None:
     """Copy whole cache lines; compiled by numba as `_stream_lines`."""
     for offset in range(0, num_bytes, LINE_BYTES):
         _move_line(target + offset, source + offset)  # type: ignore[call-arg]
-    _store_fence()  # type: ignore[call-arg]
+    store_fence()  # type: ignore[call-arg]
 
 
 _stream_lines: Callable[[int, int, int], None] = cached(_move_lines)

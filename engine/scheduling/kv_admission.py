@@ -235,7 +235,7 @@ class KvAdmission(Generic[A]):
         seq = arrival.seq
         keys = seq.keys[: seq.keep.boundary_chunks] if seq.keep.evicts else arrival.full_keys
         known = self._allocator.arena_of(seq.kv_class).count_cached(keys)
-        if not any(keys[known] in one.coming for one in self.moving.values() if known < len(keys)):
+        if known < len(keys) and not any(keys[known] in one.coming for one in self.moving.values()):
             restores.begin_pull(seq, keys, now_s)
 
     # ---- departures
